@@ -1,0 +1,321 @@
+"""Sinkhorn's fixed point on any backend: updates, annealing, stopping (MATH 2).
+
+One iteration is one f and one g update. In base 2, with `L_i = log2 sum_j b_j 2^(q_i.k_j + u_j)` and
+`X_i = log2(e) s |x~_i|^2 / eps`, the update of the x side is
+
+    w_i = -t_x L_i + (t_x - 1) X_i,    t_x = 1 (hard) or rho_x/(rho_x + eps),
+
+and `r_i = a_i 2^(w_i + L_i)`: the row marginal comes for free with the next update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ot_newton.errors import Status
+from ot_newton.potentials import LOG2E, Biases, operands, squared_norms
+from ot_newton.problem import OTProblem
+from ot_newton.protocols import PassCounter, PlanBackend, Tiles
+
+__all__ = ["FixedPoint", "IterationInfo", "SinkhornOptions", "noise_floor", "run_sinkhorn"]
+
+STALL_WINDOW = 50
+STALL_RATIO = 0.999
+STALL_FLOOR_FACTOR = 1e3
+ANNEAL_RATIO = 0.5
+ANNEAL_FROM = 32.0
+
+
+@dataclass(frozen=True)
+class IterationInfo:
+    """One row of the history, and what a callback receives.
+
+    Attributes:
+        n_iter: iterations done.
+        eps: the eps of this iteration (larger than the problem's while annealing).
+        marginal_error: largest L1 marginal error over the lanes, relative to the mass; nan while annealing.
+        plan_passes: cumulative.
+        seconds: since the start.
+    """
+
+    n_iter: int
+    eps: float
+    marginal_error: float
+    plan_passes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SinkhornOptions:
+    """Validated options of one solve."""
+
+    tol: float
+    max_iter: int
+    update: str = "alternating"
+    anneal: bool = True
+    check_every: int = 1
+    callback: Callable[[IterationInfo], object] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FixedPoint:
+    """Biases at the end of the iteration, per-lane diagnoses.
+
+    Attributes:
+        biases: final `w (B,n)`, `u (B,m)` at the problem's eps.
+        tiles: the bound clouds, for the plan.
+        statuses: one per lane.
+        n_iter: (B,) iterations.
+        marginal_error: (B,) larger of both sides' L1 errors, relative to the mass.
+        history: one row per check.
+    """
+
+    biases: Biases
+    tiles: Tiles
+    statuses: tuple[Status, ...]
+    n_iter: Tensor
+    marginal_error: Tensor
+    history: tuple[IterationInfo, ...] = field(repr=False)
+
+
+def noise_floor(problem: OTProblem, eps: float | None = None) -> float:
+    """`eps_mach max|C| / eps`: relative rounding error of a plan entry, `max|C|` of the centred clouds."""
+    largest = problem.cost_scale * problem.centred.max_cost
+    return float(torch.finfo(problem.dtype).eps * max(1.0, largest / (eps or problem.eps)))
+
+
+class _Side:
+    """One marginal: its weights, its damping and the marginal its potential asks for."""
+
+    def __init__(self, weight: Tensor, norms: Tensor, rho: float | None, eps: float, mass: Tensor) -> None:
+        self.weight, self.norms, self.mass = weight, norms, mass
+        self.damping = 1.0 if rho is None else rho / (rho + eps)
+        self.exponent = None if rho is None else eps / rho
+
+    def stabilizer(self, bias: Tensor) -> Tensor:
+        """Bias at which the streamed sum is 1 at the fixed point."""
+        if self.exponent is None:
+            return bias
+        return (bias + self.norms) / self.damping - self.norms
+
+    def update(self, lse: Tensor) -> Tensor:
+        if self.exponent is None:
+            return -lse
+        return -self.damping * lse + (self.damping - 1.0) * self.norms
+
+    def error(self, bias: Tensor, lse: Tensor) -> Tensor:
+        """(B,) L1 distance of the plan's marginal from the one asked for, relative to the mass."""
+        marginal = torch.exp2(bias + lse)
+        target = 1.0 if self.exponent is None else torch.exp2(-(bias + self.norms) * self.exponent)
+        # A masked sum: the conjugate of an atom of zero weight may be anything.
+        gap = torch.where(self.weight > 0, (marginal - target).abs() * self.weight, torch.zeros_like(bias))
+        return gap.double().sum(-1) / self.mass
+
+
+class _Stage:
+    """Everything bound at one eps; `step` moves the biases by one iteration."""
+
+    def __init__(self, problem: OTProblem, backend: PlanBackend, counter: PassCounter, eps: float) -> None:
+        c = problem.centred
+        q, k = operands(problem, eps)
+        self.eps = eps
+        self.tiles = backend.bind(q, k, counter)
+        norm_x, norm_y = squared_norms(problem, eps)
+        mass = c.a.double().sum(-1)
+        self.x = _Side(c.a, norm_x, problem.rho_x, eps, mass)
+        self.y = _Side(c.b, norm_y, problem.rho_y, eps, c.b.double().sum(-1))
+
+    def lse_x(self, w: Tensor | None, u: Tensor) -> Tensor:
+        """`L (B,n)`, stabilized by the current w if there is one."""
+        return self.tiles.lse(u, self.y.weight, 1, None if w is None else self.x.stabilizer(w))[0]
+
+    def lse_y(self, w: Tensor, u: Tensor | None) -> Tensor:
+        """`M (B,m)`."""
+        return self.tiles.lse(w, self.x.weight, 0, None if u is None else self.y.stabilizer(u))[0]
+
+
+def _schedule(problem: OTProblem, options: SinkhornOptions) -> list[float]:
+    """Decreasing eps of the annealing iterations, empty when eps is not small against the cost."""
+    largest = problem.cost_scale * problem.centred.max_cost
+    if not options.anneal or problem.eps * ANNEAL_FROM >= largest:
+        return []
+    steps = min(options.max_iter // 2, int(torch.tensor(largest / problem.eps).log2().ceil()))
+    ratio = ANNEAL_RATIO if steps == 0 else (problem.eps / largest) ** (1.0 / steps)
+    return [largest * ratio**k for k in range(steps)]
+
+
+class _Stall:
+    """Mean error of the last window against the one before, near the rounding floor only."""
+
+    def __init__(self, floor: float) -> None:
+        self.limit = STALL_FLOOR_FACTOR * floor
+        self.errors: list[float] = []
+
+    def stalled(self, error: float) -> bool:
+        self.errors.append(error)
+        if len(self.errors) < 2 * STALL_WINDOW or error > self.limit:
+            return False
+        last = sum(self.errors[-STALL_WINDOW:])
+        return last >= STALL_RATIO * sum(self.errors[-2 * STALL_WINDOW : -STALL_WINDOW])
+
+
+class _Run:
+    """The loop over iterations of all lanes; `terminate` judges, `step` moves."""
+
+    def __init__(
+        self, problem: OTProblem, backend: PlanBackend, options: SinkhornOptions, counter: PassCounter
+    ) -> None:
+        self.problem, self.backend, self.options, self.counter = problem, backend, options, counter
+        lanes, device = problem.lanes, problem.device
+        self.status: list[Status | None] = [None] * lanes
+        self.active = torch.ones(lanes, dtype=torch.bool, device=device)
+        self.n_iter = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self.error = torch.full((lanes,), float("nan"), dtype=torch.float64, device=device)
+        self.floor = noise_floor(problem)
+        self.stalls = [_Stall(self.floor) for _ in range(lanes)]
+        self.history: list[IterationInfo] = []
+        self.start = time.perf_counter()
+        self.w: Tensor | None = None
+        self.u = torch.empty(0)
+
+    def _finish(self, where: Tensor, status: Status) -> None:
+        for lane in (where & self.active).nonzero()[:, 0].tolist():
+            self.status[lane] = status
+        self.active = self.active & ~where
+
+    def record(self, iteration: int, eps: float) -> None:
+        """Append a history row and ask the callback."""
+        error = float(self.error.max())
+        row = IterationInfo(iteration, eps, error, self.counter.passes, time.perf_counter() - self.start)
+        self.history.append(row)
+        if self.options.callback is None:
+            return
+        try:
+            stop = bool(self.options.callback(row))
+        except StopIteration:
+            stop = True
+        if stop:
+            self._finish(self.active.clone(), Status.CALLBACK)
+
+    def terminate(self, iteration: int, error: Tensor) -> None:
+        """Judge every running lane on its marginal error."""
+        self.error = torch.where(self.active, error, self.error)
+        self.n_iter = torch.where(self.active, torch.full_like(self.n_iter, iteration), self.n_iter)
+        self._finish(~torch.isfinite(error), Status.NAN)
+        if self.options.tol > 0:
+            self._finish(error <= self.options.tol, Status.CONVERGED)
+            for lane in self.active.nonzero()[:, 0].tolist():
+                if self.stalls[lane].stalled(float(error[lane])):
+                    one = torch.zeros_like(self.active)
+                    one[lane] = True
+                    self._finish(one, Status.STAGNATION)
+
+    def _keep(self, new: Tensor, old: Tensor | None) -> Tensor:
+        """Finished lanes stop changing."""
+        return new if old is None else torch.where(self.active[:, None], new, old)
+
+    def rescale(self, factor: float) -> None:
+        """Carry the biases to another eps: a bias is a potential over eps."""
+        self.w = None if self.w is None else self.w * factor
+        self.u = self.u * factor
+
+    def iterate(self, stage: _Stage, iteration: int, *, judge: bool) -> bool:
+        """One check and one iteration at this stage; False when nothing is left to do."""
+        symmetric = self.options.update == "symmetric"
+        lse = stage.lse_x(self.w, self.u)
+        lse_y = stage.lse_y(self.w, self.u) if symmetric and self.w is not None else None
+        if judge and self.w is not None and self._due(iteration):
+            error = stage.x.error(self.w, lse)
+            if lse_y is not None:
+                error = torch.maximum(error, stage.y.error(self.u, lse_y))
+            self.terminate(iteration, error)
+            self.record(iteration, stage.eps)
+        if iteration >= self.options.max_iter or not bool(self.active.any()):
+            return False
+        new_w = stage.x.update(lse)
+        if lse_y is None:
+            self.w = self._keep(new_w, self.w)
+            self.u = self._keep(stage.y.update(stage.lse_y(self.w, self.u)), self.u)
+            return True
+        assert self.w is not None
+        self.u = self._keep((self.u + stage.y.update(lse_y)) / 2, self.u)
+        self.w = self._keep((self.w + new_w) / 2, self.w)
+        return True
+
+    def _due(self, iteration: int) -> bool:
+        return iteration % self.options.check_every == 0 or iteration >= self.options.max_iter
+
+    def audit(self, stage: _Stage) -> Tensor:
+        """(B,) larger L1 error of both sides at the final biases."""
+        assert self.w is not None
+        row = stage.x.error(self.w, stage.lse_x(self.w, self.u))
+        return torch.maximum(row, stage.y.error(self.u, stage.lse_y(self.w, self.u)))
+
+    def run(self, init: Biases | None) -> FixedPoint:
+        """Anneal, iterate, audit."""
+        problem, final = self.problem, self.problem.eps
+        c = problem.centred
+        schedule = _schedule(problem, self.options) if init is None else []
+        first = schedule[0] if schedule else final
+        if init is None:
+            self.u = -squared_norms(problem, first)[1]
+        else:
+            self.w, self.u = init.row.clone(), init.col.clone()
+        for step, eps in enumerate(schedule):
+            stage = _Stage(problem, self.backend, self.counter, eps)
+            self.iterate(stage, step, judge=False)
+            self.rescale(eps / (schedule[step + 1] if step + 1 < len(schedule) else final))
+        stage = _Stage(problem, self.backend, self.counter, final)
+        iteration = len(schedule)
+        while self.iterate(stage, iteration, judge=True):
+            iteration += 1
+        if self.w is None:  # max_iter = 0 without a start
+            self.w = -stage.lse_x(None, self.u)
+        self._finish(self.active.clone(), Status.MAX_ITER)
+        self.error = self.audit(stage)
+        self._demote()
+        assert c.x.shape[0] == self.w.shape[0]
+        return FixedPoint(
+            Biases(self.w, self.u),
+            stage.tiles,
+            tuple(s or Status.NAN for s in self.status),
+            self.n_iter,
+            self.error,
+            tuple(self.history),
+        )
+
+    def _demote(self) -> None:
+        """The two-sided audit has the last word: a lane it contradicts has stagnated."""
+        for lane, status in enumerate(self.status):
+            error = float(self.error[lane])
+            if error != error:
+                self.status[lane] = Status.NAN
+            elif status is Status.CONVERGED and error > self.options.tol:
+                self.status[lane] = Status.STAGNATION
+
+
+def run_sinkhorn(
+    problem: OTProblem,
+    backend: PlanBackend,
+    options: SinkhornOptions,
+    counter: PassCounter,
+    init: Biases | None = None,
+) -> FixedPoint:
+    """Iterate to the fixed point.
+
+    Args:
+        problem: validated problem.
+        backend: how to stream.
+        options: tolerance, caps, update rule.
+        counter: counts plan passes.
+        init: biases to start from; a start skips annealing.
+
+    Returns:
+        Biases and diagnoses. Cost: 2 passes per iteration, 2 for the final two-sided audit.
+    """
+    return _Run(problem, backend, options, counter).run(init)

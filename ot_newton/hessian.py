@@ -1,0 +1,457 @@
+"""The one place with the Hessian formula: joint in (x, y) and mixed with (a, b) (MATH 4, 5, 7).
+
+With `dC_ij = 2s <x_i - y_j, vx_i - vy_j>` and the dual system
+
+    H* [w1; w2] = [(P.dC)1 + eps da; (P.dC)^T 1 + eps db],     dP = P.(w1 (+) w2 - dC)/eps
+    hx_i = 2s [ sum_j dP_ij (x_i - y_j) + r_i vx_i - (P vy)_i ]
+    hy_j = 2s [ -sum_i dP_ij (x_i - y_j) + c_j vy_j - (P^T vx)_j ]
+
+everything is streamed: `w1` is eliminated (Schur complement on the y side), and one Hadamard-weighted
+transport of [1, y] gives both `P w2`, hence w1, and `dP [1, y]`.
+
+Both sides hard, two separable parts of dC are taken out exactly before solving, since they move the
+potentials but not the plan: the mean displacement of each cloud, which makes the translation law I1 hold
+to rounding, and the shift D of the centred clouds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ot_newton.problem import OTProblem
+from ot_newton.protocols import PassCounter, Plan
+from ot_newton.schur import SchurSolve, SchurSystem, safe_inverse
+
+__all__ = ["Direction", "HessianStats", "LinearizedPlan", "TransposedPlan", "gradient_x"]
+
+
+class TransposedPlan:
+    """`P^T` as a plan: the two sides change roles."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def apply(self, v: Tensor, axis: int) -> Tensor:
+        """See `Plan.apply`."""
+        return self.plan.apply(v, 1 - axis)
+
+    def apply_hadamard(
+        self, left: Tensor, right: Tensor, v: Tensor, axis: int, transport: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Plan.apply_hadamard`."""
+        return self.plan.apply_hadamard(right, left, v, 1 - axis, transport)
+
+    def to_dense(self) -> Tensor:
+        """See `Plan.to_dense`."""
+        return self.plan.to_dense().mT
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """A block of K directions or of K products; None where a part is absent.
+
+    Attributes:
+        x: (B,K,n,d).
+        y: (B,K,m,d).
+        a: (B,K,n).
+        b: (B,K,m).
+    """
+
+    x: Tensor | None = None
+    y: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+    @property
+    def swapped(self) -> Direction:
+        """x and y, a and b exchanged."""
+        return Direction(self.y, self.x, self.b, self.a)
+
+
+@dataclass
+class HessianStats:
+    """Counters of one Hessian; a block product counts once in ``n_block`` and K times in ``n_hvp``.
+
+    Attributes:
+        n_hvp: products with a single vector.
+        n_block: calls.
+        cg_iterations: CG steps, all calls together.
+        plan_passes: passes of these calls.
+        residual: worst relative residual of the last call's Schur solve.
+        worst_residual: worst of all calls.
+        converged: whether every Schur solve so far met its tolerance.
+        reasons: exits of the last call's CG.
+    """
+
+    n_hvp: int = 0
+    n_block: int = 0
+    cg_iterations: int = 0
+    plan_passes: int = 0
+    residual: float = 0.0
+    worst_residual: float = 0.0
+    converged: bool = True
+    reasons: tuple[str, ...] = field(default=())
+
+    def record(self, columns: int, passes: int, solve: SchurSolve) -> None:
+        """Add one call."""
+        self.n_hvp += columns
+        self.n_block += 1
+        self.cg_iterations += solve.iterations
+        self.plan_passes += passes
+        self.residual = float(solve.residual.max()) if solve.residual.numel() else 0.0
+        self.worst_residual = max(self.worst_residual, self.residual)
+        self.converged = self.converged and solve.converged
+        self.reasons = solve.reasons
+
+
+def gradient_x(s: float, x: Tensor, marginal: Tensor, transported: Tensor, shift: Tensor) -> Tensor:
+    """`2s (r_i x_i - (P y)_i)` for the centred clouds, with the shift put back (MATH 2, 4), (B,n,d)."""
+    at_zero = marginal[:, :, None] * (x + shift[:, None, :].to(x.dtype)) - transported
+    return 2.0 * s * at_zero
+
+
+def _rowdot(u: Tensor, v: Tensor) -> Tensor:
+    return (u * v).sum(-1)
+
+
+def _columns(v: Tensor) -> Tensor:
+    """(B,K,n[,d]) -> (B,n,K[*d]): columns of one transport."""
+    if v.dim() == 3:
+        return v.mT
+    return v.permute(0, 2, 1, 3).reshape(v.shape[0], v.shape[2], -1)
+
+
+def _block(columns: Tensor, k: int) -> Tensor:
+    """(B,n,K*d) -> (B,K,n,d)."""
+    return columns.reshape(columns.shape[0], columns.shape[1], k, -1).permute(0, 2, 1, 3)
+
+
+@dataclass
+class _Moments:
+    """Products of one direction that several terms share; all (B,K,...)."""
+
+    vx: Tensor | None
+    vy: Tensor | None
+    vx_fixed: Tensor | None = None
+    vy_fixed: Tensor | None = None
+    p_vy: Tensor | None = None
+    p_yvy: Tensor | None = None
+    pt_vx: Tensor | None = None
+
+
+class LinearizedPlan:
+    """A plan with cached marginals and transports, and its second derivative.
+
+    Args:
+        problem: for x, y, eps, cost_scale and the relaxations.
+        plan: its plan at the biases at hand.
+        counter: pass counter of that plan.
+        direct: factorize the Schur complement instead of CG.
+        swapped: internal; see `swap`.
+    """
+
+    def __init__(
+        self, problem: OTProblem, plan: Plan, counter: PassCounter, *, direct: bool, swapped: bool = False
+    ) -> None:
+        c = problem.centred
+        self.problem, self.plan, self.counter, self.direct = problem, plan, counter, direct
+        self.x, self.y, self.shift = (c.y, c.x, -c.shift) if swapped else (c.x, c.y, c.shift)
+        self.a, self.b = (c.b, c.a) if swapped else (c.a, c.b)
+        self.s, self.eps, self.balanced = problem.cost_scale, problem.eps, problem.balanced
+        rho = (problem.rho_y, problem.rho_x) if swapped else (problem.rho_x, problem.rho_y)
+        self.relax = tuple(1.0 if p is None else 1.0 + problem.eps / p for p in rho)
+        self._swap: LinearizedPlan | None = None
+        self._system: SchurSystem | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def swap(self) -> LinearizedPlan:
+        """The same problem with x and y exchanged; marginals are shared."""
+        if self._swap is None:
+            self._swap = LinearizedPlan(
+                self.problem, TransposedPlan(self.plan), self.counter, direct=self.direct, swapped=True
+            )
+            self._swap._swap = self
+        return self._swap
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """`r = P1 (B,n)` and `P y (B,n,d)`, one pass, cached."""
+        if self._rows is None:
+            ones = torch.ones_like(self.y[:, :, :1])
+            out = self.plan.apply(torch.cat([ones, self.y], dim=-1), 1)
+            self._rows = (out[:, :, 0].contiguous(), out[:, :, 1:].contiguous())
+        return self._rows
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """`c = P^T 1 (B,m)` and `P^T x (B,m,d)`, one pass, cached."""
+        return self.swap.rows()
+
+    def system(self) -> SchurSystem:
+        """The Schur complement on the y side, cached."""
+        if self._system is None:
+            r, c = self.rows()[0], self.columns()[0]
+            self._system = SchurSystem(
+                self.plan, r, c, (self.relax[0], self.relax[1]), balanced=self.balanced, direct=self.direct
+            )
+        return self._system
+
+    def gradient(self) -> Tensor:
+        """`dOT/dx (B,n,d)`; that in y is ``swap.gradient()``."""
+        r, py = self.rows()
+        return gradient_x(self.s, self.x, r, py, self.shift)
+
+    def product(
+        self,
+        v: Direction,
+        want: str,
+        *,
+        rtol: float,
+        max_cg: int | None,
+        stats: HessianStats,
+    ) -> tuple[Direction, SchurSolve]:
+        """Hessian-vector products of a block of directions.
+
+        Args:
+            v: the directions; absent parts are zero.
+            want: which parts to return, a subset of the letters "xyab".
+            rtol: tolerance of the Schur solve, relative to its right-hand side.
+            max_cg: cap on its CG steps.
+            stats: counters to add to.
+
+        Returns:
+            The products and the Schur solve's diagnosis. Cost: 2 + 2 n_cg passes for x alone (or y alone,
+            on the swapped system), 4 + 2 n_cg for both.
+        """
+        if self._prefers_swap(v, want):
+            out, solve = self.swap.product(
+                v.swapped, want.translate(_SWAP), rtol=rtol, max_cg=max_cg, stats=stats
+            )
+            return out.swapped, solve
+        before = self.counter.passes
+        given = v
+        v = self._effective_weights(v)
+        moments = self._moments(v)
+        rhs1, scale1 = self._row_rhs(moments, v)
+        system = self.system()
+        rhs, scale = self._schur_rhs(system, moments, v, rhs1, scale1)
+        solve = system.solve(_columns(rhs), _columns(scale), rtol, max_cg)
+        w2 = solve.w.mT
+        out = self._assemble(moments, v, given, w2, want)
+        columns = w2.shape[0] * w2.shape[1]
+        stats.record(columns, self.counter.passes - before, solve)
+        return out, solve
+
+    def _prefers_swap(self, v: Direction, want: str) -> bool:
+        """Which side to solve on: the smaller when factorizing, the one that saves passes when streaming."""
+        if self.direct:
+            return self.y.shape[1] > self.x.shape[1]
+        return v.x is None and v.y is not None and "x" not in want
+
+    def _effective_weights(self, v: Direction) -> Direction:
+        """`da (r/a) k_x` on a relaxed side: a moves the marginal asked for, `a exp(-f/rho)`."""
+        da, db = v.a, v.b
+        if da is not None and self.relax[0] != 1.0:
+            da = da * (self.rows()[0] * safe_inverse(self.a))[:, None] * self.relax[0]
+        if db is not None and self.relax[1] != 1.0:
+            db = db * (self.columns()[0] * safe_inverse(self.b))[:, None] * self.relax[1]
+        return Direction(v.x, v.y, da, db)
+
+    def _fix(self, v: Tensor | None, marginal: Callable[[], Tensor]) -> Tensor | None:
+        """The direction without its mean displacement, which moves no plan (both sides hard)."""
+        if v is None or not self.balanced:
+            return v
+        weight = marginal()
+        mean = torch.einsum("bn,bknd->bkd", weight, v) / weight.sum(-1)[:, None, None]
+        return v - mean[:, :, None, :]
+
+    def _moments(self, v: Direction) -> _Moments:
+        """Gauge-fixed directions, and the transport of vy when there is one (one pass)."""
+        m = _Moments(v.x, v.y)
+        m.vx_fixed = self._fix(v.x, lambda: self.rows()[0])
+        m.vy_fixed = self._fix(v.y, lambda: self.columns()[0])
+        if m.vy_fixed is not None:
+            k = m.vy_fixed.shape[1]
+            along = _rowdot(self.y[:, None], m.vy_fixed)
+            out = self.plan.apply(torch.cat([_columns(m.vy_fixed), _columns(along)], dim=-1), 1)
+            m.p_vy = _block(out[..., :-k], k)
+            m.p_yvy = out[..., -k:].mT
+        return m
+
+    def _row_rhs(self, m: _Moments, v: Direction) -> tuple[Tensor, Tensor]:
+        """`(P.dC)1 + eps da` (B,K,n) and the sum of the absolute values of its terms."""
+        r, py = self.rows()
+        terms: list[Tensor] = []
+        size: list[Tensor] = []
+        if m.vx_fixed is not None and m.vx is not None:
+            terms += [_rowdot(self.x[:, None], m.vx_fixed) * r[:, None], -_rowdot(m.vx_fixed, py[:, None])]
+            size += [_size(self.x, m.vx) * r[:, None], _size(py, m.vx)]
+        if m.p_vy is not None and m.p_yvy is not None and m.vy is not None:
+            terms += [-_rowdot(self.x[:, None], m.p_vy), m.p_yvy]
+            reach = m.vy.abs().amax((-2, -1))[:, :, None] * r[:, None]
+            span = self.x.abs().sum(-1)[:, None] + self.y.abs().sum(-1).amax(-1)[:, None, None]
+            size += [span * reach]
+        out, scale = (2 * self.s * _total(t, self._shape(v, self.x)) for t in (terms, size))
+        if v.a is not None:
+            out, scale = out + self.eps * v.a, scale + self.eps * v.a.abs()
+        return out, scale
+
+    def _shape(self, v: Direction, cloud: Tensor) -> tuple[Tensor, int]:
+        part = next(p for p in (v.x, v.y, v.a, v.b) if p is not None)
+        return cloud, int(part.shape[1])
+
+    def _schur_rhs(
+        self, system: SchurSystem, m: _Moments, v: Direction, rhs1: Tensor, scale1: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`rhs2 - P^T (D_r k_x)^-1 rhs1` (B,K,m), one pass, and the scale of its terms."""
+        c, ptx = self.columns()
+        k = rhs1.shape[1]
+        inverse = system.row_inverse.squeeze(-1)[:, None]
+        eliminated = -inverse * rhs1
+        parts = [_columns(eliminated), _columns(inverse * scale1)]
+        if m.vx_fixed is not None:
+            along = 2 * self.s * _rowdot(self.x[:, None], m.vx_fixed)
+            parts[0] = _columns(eliminated + along)
+            parts.append(_columns(m.vx_fixed))
+        moved = self.plan.apply(torch.cat(parts, dim=-1), 0)
+        rhs, scale = moved[..., :k].mT, 2 * moved[..., k : 2 * k].mT
+        if m.vx_fixed is not None:
+            m.pt_vx = _block(moved[..., 2 * k :], k)
+            rhs = rhs - 2 * self.s * _rowdot(self.y[:, None], m.pt_vx)
+        if m.vx is not None:
+            reach = m.vx.abs().amax((-2, -1))[:, :, None]
+            scale = scale + 2 * self.s * (self.y.abs().sum(-1) * c)[:, None] * reach
+        if m.vy_fixed is not None and m.vy is not None:
+            own = _rowdot(self.y[:, None], m.vy_fixed) * c[:, None] - _rowdot(m.vy_fixed, ptx[:, None])
+            rhs = rhs + 2 * self.s * own
+            scale = scale + 2 * self.s * (_size(self.y, m.vy) * c[:, None] + _size(ptx, m.vy))
+        if v.b is not None:
+            rhs, scale = rhs + self.eps * v.b, scale + self.eps * v.b.abs()
+        return rhs, scale
+
+    def _assemble(self, m: _Moments, v: Direction, given: Direction, w2: Tensor, want: str) -> Direction:
+        """The products from w2, with one Hadamard pass per side asked for."""
+        s, r, py = self.s, self.rows()[0], self.rows()[1]
+        col = w2 if m.vy_fixed is None else w2 - 2 * s * _rowdot(self.y[:, None], m.vy_fixed)
+        m0, m1 = self._hadamard(m, col)
+        row = -m0 if v.a is None else self.eps * v.a - m0
+        if m.vx_fixed is not None and self.relax[0] != 1.0:
+            row = row + 2 * s * _rowdot(self.x[:, None], m.vx_fixed) * r[:, None] * (1 - self.relax[0])
+        row = row * safe_inverse(r * self.relax[0])[:, None]
+        hx = hy = None
+        if "x" in want:
+            hx = self._hx(m, v, row, m0, m1, r, py)
+        if "y" in want:
+            hy = self._hy(m, v, row, col)
+        return Direction(hx, hy, *self._weight_parts(m, given, row, w2, want))
+
+    def _hadamard(self, m: _Moments, col: Tensor) -> tuple[Tensor, Tensor]:
+        """`sum_j P_ij (col_j + 2s<vx_i,y_j> + 2s<x_i,vy_j>) [1, y_j]`: (B,K,n) and (B,K,n,d)."""
+        left, right = self._factors(m, torch.ones_like(self.x[:, None, :, :1]), col[..., None])
+        ones = torch.ones_like(self.y[:, None, :, :1])
+        out, _ = self.plan.apply_hadamard(left, right, torch.cat([ones, self.y[:, None]], dim=-1), 1)
+        return out[..., 0], out[..., 1:]
+
+    def _factors(self, m: _Moments, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
+        """Left (.,n,p) and right (.,m,p) factors of `row.col + 2s<vx_i,y_j> + 2s<x_i,vy_j>`."""
+        left, right = [row], [col]
+        if m.vx_fixed is not None:
+            left.append(2 * self.s * m.vx_fixed)
+            right.append(self.y[:, None])
+        if m.vy_fixed is not None:
+            left.append(2 * self.s * self.x[:, None])
+            right.append(m.vy_fixed)
+        k = max(t.shape[1] for t in left + right)
+        return tuple(  # type: ignore[return-value]
+            torch.cat([t.expand(-1, k, -1, -1) for t in parts], dim=-1) for parts in (left, right)
+        )
+
+    def _hx(
+        self, m: _Moments, v: Direction, row: Tensor, m0: Tensor, m1: Tensor, r: Tensor, py: Tensor
+    ) -> Tensor:
+        """`2s [ (dP1) x - dP y + r vx - P vy ]`, with the shift D where mass moves."""
+        ones = (row * r[:, None] + m0) / self.eps
+        moved = (row[..., None] * py[:, None] + m1) / self.eps
+        out = ones[..., None] * self.x[:, None] - moved
+        if m.vx is not None:
+            out = out + r[:, None, :, None] * m.vx
+        if m.p_vy is not None and m.vy is not None and m.vy_fixed is not None:
+            mean = (m.vy - m.vy_fixed)[:, :, :1]
+            out = out - m.p_vy - r[:, None, :, None] * mean
+        if v.a is not None:
+            out = out + v.a[..., None] * self.shift[:, None, None, :].to(out.dtype)
+        return 2 * self.s * out
+
+    def _hy(self, m: _Moments, v: Direction, row: Tensor, col: Tensor) -> Tensor:
+        """`2s [ -(dP^T x) + (dP^T 1) y + c vy - P^T vx ]`, one Hadamard pass."""
+        c, ptx = self.columns()
+        left, right = self._factors(m, row[..., None], torch.ones_like(self.y[:, None, :, :1]))
+        ones = torch.ones_like(self.x[:, None, :, :1])
+        out, _ = self.plan.apply_hadamard(left, right, torch.cat([ones, self.x[:, None]], dim=-1), 0)
+        n0 = (col * c[:, None] + out[..., 0]) / self.eps
+        n1 = (col[..., None] * ptx[:, None] + out[..., 1:]) / self.eps
+        hy = n0[..., None] * self.y[:, None] - n1
+        if m.vy is not None:
+            hy = hy + c[:, None, :, None] * m.vy
+        if m.pt_vx is not None and m.vx is not None and m.vx_fixed is not None:
+            mean = (m.vx - m.vx_fixed)[:, :, :1]
+            hy = hy - m.pt_vx - c[:, None, :, None] * mean
+        if v.b is not None:
+            hy = hy - v.b[..., None] * self.shift[:, None, None, :].to(hy.dtype)
+        return 2 * self.s * hy
+
+    def _weight_parts(
+        self, m: _Moments, v: Direction, row: Tensor, w2: Tensor, want: str
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`d(grad_a) = dF - eps da/a` and the same for b, gauge and shift put back (MATH 7)."""
+        if not set(want) & {"a", "b"}:
+            return None, None
+        s = self.s
+        shift = self.shift[:, None, None, :].to(self.x.dtype)
+        w1 = row
+        if m.vx is not None and m.vx_fixed is not None:
+            mean = (m.vx - m.vx_fixed)[:, :, :1]
+            w1 = w1 + 2 * s * (_rowdot(self.x[:, None], m.vx) + _rowdot(shift, m.vx))
+            w2 = w2 - 2 * s * _rowdot(self.y[:, None], mean)
+        if m.vy is not None and m.vy_fixed is not None:
+            mean = (m.vy - m.vy_fixed)[:, :, :1]
+            w1 = w1 - 2 * s * _rowdot(self.x[:, None], mean)
+            w2 = w2 + 2 * s * _rowdot(self.y[:, None], mean) - 2 * s * _rowdot(shift, m.vy)
+        return (
+            self._weight_gradient(w1, v.a, v.b, self.a, self.relax[0], self.rows()[0]),
+            self._weight_gradient(w2, v.b, v.a, self.b, self.relax[1], self.columns()[0]),
+        )
+
+    def _weight_gradient(
+        self, w: Tensor, dv: Tensor | None, other: Tensor | None, weight: Tensor, relax: float, marginal: Tensor
+    ) -> Tensor:
+        """Derivative of `dOT/da` from that of the absorbed potential `F = f + eps log a`."""
+        positive = weight[:, None] > 0
+        out = w if dv is None else w - self.eps * dv * safe_inverse(weight)[:, None]
+        if not self.balanced:
+            if relax != 1.0:
+                out = out * (relax * marginal * safe_inverse(weight))[:, None]
+            if other is not None:
+                out = out + self.eps * other.sum(-1, keepdim=True)
+            return torch.where(positive, out, torch.zeros_like(out))
+        count = positive.sum(-1, keepdim=True)
+        mean = torch.where(positive, out, torch.zeros_like(out)).sum(-1, keepdim=True) / count
+        return torch.where(positive, out - mean, torch.zeros_like(out))
+
+
+_SWAP = str.maketrans("xyab", "yxba")
+
+
+def _size(cloud: Tensor, v: Tensor) -> Tensor:
+    """`sum_k |cloud_ik v_ik|`: the scale of a row dot product."""
+    return (cloud[:, None].abs() * v.abs().amax(-2, keepdim=True)).sum(-1)
+
+
+def _total(terms: list[Tensor], shape: tuple[Tensor, int]) -> Tensor:
+    if terms:
+        return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
+    cloud, k = shape
+    return torch.zeros(cloud.shape[0], k, cloud.shape[1], dtype=cloud.dtype, device=cloud.device)

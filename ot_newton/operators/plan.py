@@ -1,0 +1,76 @@
+"""The transport plan as an operator: products are streamed, the matrix is never stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ot_newton.hessian import LinearizedPlan
+from ot_newton.operators.base import PlanOperator
+from ot_newton.schur import safe_inverse
+
+__all__ = ["TransportPlan"]
+
+
+class TransportPlan(PlanOperator):
+    """`P (n,m)`, `P_ij = a_i b_j exp((f_i + g_j - C_ij)/eps)`.
+
+    ``plan @ V`` for V (m,) or (m,k); ``plan.T @ U``; one plan pass per product, whatever k.
+
+    Args:
+        linearized: the plan with its caches; ``swap`` of it gives the transpose.
+    """
+
+    def __init__(self, linearized: LinearizedPlan) -> None:
+        problem = linearized.problem
+        self.linearized = linearized
+        self.batch_shape = problem.batch_shape
+        self.dtype, self.device = problem.dtype, problem.device
+        self.rows, self.cols = int(linearized.x.shape[1]), int(linearized.y.shape[1])
+
+    def _matmat(self, v: Tensor) -> Tensor:
+        return self.linearized.plan.apply(v, 1)
+
+    @property
+    def mT(self) -> TransportPlan:  # noqa: N802
+        """The transposed plan."""
+        return TransportPlan(self.linearized.swap)
+
+    def apply(self, v: Any, axis: int = 1) -> Any:
+        """`P v` for ``axis=1`` (summed over y), `P^T v` for ``axis=0``.
+
+        Raises:
+            ValueError: another axis.
+        """
+        if axis not in (0, 1):
+            raise ValueError(f"axis must be 1 (sum over y) or 0 (sum over x), got {axis!r}")
+        return (self if axis == 1 else self.mT) @ v
+
+    def row_sums(self) -> Tensor:
+        """`r = P 1` (*batch, n); one pass, cached."""
+        return self.linearized.rows()[0].reshape(*self.batch_shape, self.rows)
+
+    def col_sums(self) -> Tensor:
+        """`c = P^T 1` (*batch, m); one pass, cached."""
+        return self.linearized.columns()[0].reshape(*self.batch_shape, self.cols)
+
+    def barycentric_map(self) -> Tensor:
+        """`(P y)_i / r_i` of the clouds (*batch, n, d): the entropic map; 0 at atoms of zero mass."""
+        r, py = self.linearized.rows()
+        out = py * safe_inverse(r)[:, :, None] + self._mean_y()[:, None, :] * (r > 0)[:, :, None]
+        return out.reshape(*self.batch_shape, self.rows, -1)
+
+    def _mean_y(self) -> Tensor:
+        problem = self.linearized.problem
+        cloud = problem.y if self.linearized.shift is problem.centred.shift else problem.x
+        flat = cloud.expand(*self.batch_shape, *cloud.shape[-2:]).reshape(-1, *cloud.shape[-2:])
+        return (flat - self.linearized.y)[:, 0]
+
+    def diagonal(self) -> Tensor:
+        """`P_ii` (*batch, min(n,m)); by a product with the identity's columns in blocks."""
+        return self.to_dense().diagonal(dim1=-2, dim2=-1)
+
+    def to_dense(self) -> Tensor:
+        """The (*batch, n, m) matrix; O(nm) memory."""
+        return self.linearized.plan.to_dense().reshape(self.shape).clone()

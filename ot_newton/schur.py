@@ -1,0 +1,147 @@
+"""The Schur complement of the dual Hessian: products, null space, and its one solve (MATH 5).
+
+    S = D_c k_y - P^T (D_r k_x)^-1 P,   k = 1 (hard) or 1 + eps/rho;   D^-1 := 0 where the marginal is 0
+    normalized: S^ = D^-1/2 S D^-1/2 with D = D_c k_y; both sides hard: null vector sqrt(c), projected out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ot_newton.protocols import Plan
+from ot_newton.solvers.cg import CGReason, conjugate_gradient
+
+__all__ = ["SchurSolve", "SchurSystem", "safe_inverse"]
+
+DEFAULT_MAX_CG = 2000
+DIRECT_CUTOFF = 32.0
+CHOLESKY_MARGIN = 1e4
+
+
+def safe_inverse(v: Tensor) -> Tensor:
+    """1/v, and 0 where v is 0."""
+    return torch.where(v > 0, 1.0 / torch.where(v > 0, v, torch.ones_like(v)), torch.zeros_like(v))
+
+
+@dataclass(frozen=True, eq=False)
+class SchurSolve:
+    """A block of solutions.
+
+    Attributes:
+        w: (B,m,K).
+        iterations: CG steps of the block (0 for a direct solve).
+        residual: (B,K) relative residual in the normalized norm.
+        converged: whether every column met the tolerance.
+        reasons: names of the CG exits seen.
+    """
+
+    w: Tensor
+    iterations: int
+    residual: Tensor
+    converged: bool
+    reasons: tuple[str, ...]
+
+
+class SchurSystem:
+    """`S` of one plan, on the y side (hand it the transposed plan for the x side).
+
+    Args:
+        plan: plan products.
+        r: (B,n) row marginal of that plan.
+        c: (B,m) column marginal.
+        relax: `(k_x, k_y)`, `1 + eps/rho` or 1.
+        balanced: both sides hard; the null vector is projected out.
+        direct: assemble and factorize (dense plans), else CG.
+    """
+
+    def __init__(
+        self, plan: Plan, r: Tensor, c: Tensor, relax: tuple[float, float], *, balanced: bool, direct: bool
+    ) -> None:
+        self.plan, self.balanced, self.direct = plan, balanced, direct
+        self.diag = c * relax[1]
+        self.row_inverse = safe_inverse(r * relax[0])[:, :, None]
+        self.half_inverse = safe_inverse(self.diag).sqrt()[:, :, None]
+        null = self.diag.sqrt()
+        self.null = (null / null.square().sum(-1, keepdim=True).sqrt())[:, :, None]
+        self._solver: Callable[[Tensor], Tensor] | None = None
+
+    def matmat(self, v: Tensor) -> Tensor:
+        """`S V`, V (B,m,K): two plan passes for the block."""
+        return self.diag[:, :, None] * v - self.plan.apply(self.row_inverse * self.plan.apply(v, 1), 0)
+
+    def normalized_matmat(self, z: Tensor) -> Tensor:
+        """`S^ Z`."""
+        return self.half_inverse * self.matmat(self.half_inverse * z)
+
+    def project(self, z: Tensor) -> Tensor:
+        """Remove the null vector (both sides hard) and the atoms of zero weight."""
+        z = torch.where(self.half_inverse > 0, z, torch.zeros_like(z))
+        return z - self.null * (self.null * z).sum(1, keepdim=True) if self.balanced else z
+
+    def solve(self, rhs: Tensor, scale: Tensor, rtol: float, max_cg: int | None = None) -> SchurSolve:
+        """Minimum-norm (normalized) solution of `S W = rhs`, (B,m,K).
+
+        Args:
+            rhs: right-hand sides.
+            scale: (B,m,K) sum of the absolute values of the terms rhs was made of; a right-hand side
+                below rounding of it counts as zero.
+            rtol: relative to the right-hand side, in the normalized norm.
+            max_cg: cap on CG steps, 2000 by default.
+
+        Returns:
+            The block. Cost: 2 passes per CG step; a direct solve costs none once factorized.
+        """
+        b = self.project(self.half_inverse * rhs)
+        noise = 8 * torch.finfo(b.dtype).eps * (self.half_inverse * scale).square().sum(1, keepdim=True).sqrt()
+        size = b.square().sum(1, keepdim=True).sqrt()
+        b = torch.where(size <= noise, torch.zeros_like(b), b)
+        if self.direct:
+            return self._solve_direct(b, rtol)
+        result = conjugate_gradient(
+            self.normalized_matmat,
+            b,
+            rtol=rtol,
+            max_iter=DEFAULT_MAX_CG if max_cg is None else max_cg,
+            project=self.project,
+            norm_estimate=1.0,
+            refresh=25 if b.dtype == torch.float32 else 100,
+        )
+        return SchurSolve(
+            w=self.half_inverse * result.x,
+            iterations=int(result.iterations.max()) if result.iterations.numel() else 0,
+            residual=result.residual,
+            converged=bool(result.converged.all()),
+            reasons=tuple(sorted({CGReason(int(k)).name for k in result.reason.flatten()})),
+        )
+
+    def _solve_direct(self, b: Tensor, rtol: float) -> SchurSolve:
+        """Factorized solve with one refinement by the assembled matrix."""
+        if self._solver is None:
+            self._solver = self._factorize()
+        z = self.project(self._solver(b))
+        z = z + self.project(self._solver(b - self._assembled @ z))
+        size = b.square().sum(1).sqrt()
+        left = (b - self._assembled @ z).square().sum(1).sqrt()
+        residual = torch.where(size > 0, left / torch.where(size > 0, size, torch.ones_like(size)), 0 * size)
+        return SchurSolve(self.half_inverse * z, 0, residual, bool((residual <= rtol).all()), ("DIRECT",))
+
+    def _factorize(self) -> Callable[[Tensor], Tensor]:
+        """Cholesky of `S^ + null null^T`; eigenvalues with a rounding cutoff where that is singular."""
+        count, eps = self.diag.shape[-1], torch.finfo(self.diag.dtype).eps
+        identity = torch.eye(count, dtype=self.diag.dtype, device=self.diag.device).expand(len(self.diag), -1, -1)
+        matrix = self.normalized_matmat(identity)
+        dead = torch.diag_embed((self.half_inverse.squeeze(-1) <= 0).to(matrix.dtype))
+        self._assembled = (matrix + matrix.mT) / 2 + dead
+        full = self._assembled + self.null * self.null.mT if self.balanced else self._assembled
+        factor, info = torch.linalg.cholesky_ex(full)
+        pivots = torch.diagonal(factor, dim1=-2, dim2=-1).square()
+        if bool((info == 0).all()) and bool((pivots > CHOLESKY_MARGIN * eps).all()):
+            return lambda v: torch.cholesky_solve(v, factor)
+        values, vectors = torch.linalg.eigh(full)
+        keep = values > DIRECT_CUTOFF * count * eps
+        inverse = torch.where(keep, 1.0 / torch.where(keep, values, torch.ones_like(values)), 0 * values)
+        return lambda v: vectors @ (inverse[:, :, None] * (vectors.mT @ v))
