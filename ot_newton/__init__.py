@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ot_newton.autograd import ot_cost
     from ot_newton.errors import (
         ConvergenceWarning,
         DegenerateWarning,
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
         PrecisionWarning,
         Status,
     )
+    from ot_newton.losses import SinkhornLoss, ot_cost, sinkhorn_divergence
     from ot_newton.operators.hessian_operator import HessianOperator
     from ot_newton.operators.plan import TransportPlan
     from ot_newton.operators.schur_operator import SchurComplement
@@ -48,6 +48,7 @@ _MODULES = {
     "PrecisionWarning": "errors",
     "SaddleEscape": "solvers.escape",
     "SchurComplement": "operators.schur_operator",
+    "SinkhornLoss": "losses",
     "SinkhornResult": "result",
     "Status": "errors",
     "TransportPlan": "operators.plan",
@@ -55,8 +56,9 @@ _MODULES = {
     "lambda_max": "solvers.spectra",
     "lambda_min": "solvers.spectra",
     "lanczos": "solvers.spectra",
-    "ot_cost": "autograd",
+    "ot_cost": "losses",
     "sinkhorn": "solve",
+    "sinkhorn_divergence": "losses",
     "spectral_density": "solvers.spectra",
 }
 
@@ -75,6 +77,7 @@ __all__ = [
     "PrecisionWarning",
     "SaddleEscape",
     "SchurComplement",
+    "SinkhornLoss",
     "SinkhornResult",
     "Status",
     "TransportPlan",
@@ -84,6 +87,7 @@ __all__ = [
     "lanczos",
     "ot_cost",
     "sinkhorn",
+    "sinkhorn_divergence",
     "spectral_density",
 ]
 

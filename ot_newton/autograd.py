@@ -1,199 +1,423 @@
-"""Twice differentiable OT losses: the gradient by the envelope theorem, the Hessian streamed.
+"""Twice differentiable OT terms: the gradient by the envelope theorem, the Hessian streamed.
 
-`ot_cost` is an autograd Function whose backward is another one, so that a double backward is one
-joint Hessian-vector product in (x, y, a, b) (MATH 4, 5, 7) and upstream factors are kept by the chain
-rule itself.
+`_Value` is an autograd Function whose derivative is `_Gradient`, whose derivative is `_Second`, one joint
+Hessian-vector product in points and weights (MATH 4 to 7). Upstream factors are kept by the chain rule
+itself. Each has the rules that torch.func asks for; a vmap over directions becomes one block product, a
+vmap over clouds one batched solve.
+
+Tensors arrive with their full batch shape and compute dtype (`prepare`), so every rule works on equal
+shapes. A `Recipe` solves once, inside of the forward, and keeps the solved term.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ot_newton.errors import ConvergenceWarning
 from ot_newton.hessian import Direction, HessianStats
-from ot_newton.problem import OTProblem, as_tensor
-from ot_newton.result import SinkhornResult, default_rtol
-from ot_newton.solve import sinkhorn
+from ot_newton.problem import HALF, OTProblem, as_tensor
+from ot_newton.result import SinkhornResult
 
-__all__ = ["LossTerm", "ot_cost"]
+__all__ = ["CrossTerm", "Recipe", "SelfTerm", "Term", "differentiable", "prepare"]
+
+
+class Term(Protocol):
+    """A solved value with its derivatives in the tensors named by ``letters``."""
+
+    letters: str
+    stats: HessianStats
+
+    @property
+    def value(self) -> Tensor:
+        """(*batch)."""
+        ...
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Batch dimensions."""
+        ...
+
+    def gradient(self, letter: str) -> Tensor:
+        """(*batch, ...) gradient in one tensor."""
+        ...
+
+    def second(self, v: Direction, want: str) -> Direction:
+        """Block of Hessian-vector products, (lanes, K, ...)."""
+        ...
 
 
 @dataclass(eq=False)
-class LossTerm:
-    """One solved problem behind a loss value: what backward and double backward read.
+class CrossTerm:
+    """OT(x, y) in x, y, a, b.
 
     Attributes:
-        result: the fixed point.
-        rtol: tolerance of the Schur solve of the double backward.
+        result: its fixed point.
+        rtol: tolerance of the inner solve of a product.
         max_cg: cap on its CG steps.
-        stats: counters of the double backwards so far.
+        stats: counters of the products so far.
     """
 
     result: SinkhornResult
     rtol: float
     max_cg: int | None = None
     stats: HessianStats = field(default_factory=HessianStats)
+    letters = "xyab"
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients in x, y, a, b, in the shapes of the problem with its batch expanded."""
-        return tuple(self.result.gradient(wrt) for wrt in "xyab")  # type: ignore[return-value]
+    @property
+    def value(self) -> Tensor:
+        """See `Term`."""
+        return self.result.value
 
-    def second(self, v: tuple[Tensor | None, ...], need: tuple[bool, ...]) -> list[Tensor | None]:
-        """Joint Hessian-vector product; parts not needed are None."""
-        problem = self.result.problem
-        lanes = problem.lanes
-        parts: list[Tensor | None] = []
-        for letter, part in zip("xyab", v, strict=True):
-            if part is None or not bool(part.any()):
-                parts.append(None)
-                continue
-            own = part.shape[-2:] if letter in "xy" else part.shape[-1:]
-            parts.append(part.detach().to(problem.dtype).reshape(lanes, 1, *own))
-        want = "".join(letter for letter, flag in zip("xyab", need, strict=True) if flag)
-        if not want or all(part is None for part in parts):
-            return [None] * 4
+    @property
+    def batch_shape(self) -> torch.Size:
+        """See `Term`."""
+        return self.result.problem.batch_shape
+
+    def gradient(self, letter: str) -> Tensor:
+        """See `Term`."""
+        return self.result.gradient(letter)
+
+    def second(self, v: Direction, want: str) -> Direction:
+        """See `Term`."""
         out, solve = self.result.linearized.product(
-            Direction(*parts), want, rtol=self.rtol, max_cg=self.max_cg, stats=self.stats
+            v, want, rtol=self.rtol, max_cg=self.max_cg, stats=self.stats
         )
-        if not solve.converged:
-            warnings.warn(
-                f"double backward of ot_cost: Schur solve at relative residual {self.stats.residual:.1e}, "
-                f"tolerance {self.rtol:.0e}",
-                ConvergenceWarning,
-                stacklevel=2,
-            )
-        shape = problem.batch_shape
-        return [
-            None if part is None else part[:, 0].reshape(*shape, *part.shape[2:])
-            for part in (out.x, out.y, out.a, out.b)
-        ]
+        _warn_unconverged(solve.converged, self.stats.residual, self.rtol)
+        return out
+
+
+@dataclass(eq=False)
+class SelfTerm:
+    """OT(x, x) in x, a: both arguments move together, so derivatives are twice those of one side.
+
+    Attributes: as `CrossTerm`; the result's problem has y = x and equal potentials.
+        centre: remove the mean of derivatives in a, as when the whole loss has fixed masses.
+    """
+
+    result: SinkhornResult
+    rtol: float
+    max_cg: int | None = None
+    centre: bool = True
+    stats: HessianStats = field(default_factory=HessianStats)
+    letters = "xa"
+
+    @property
+    def value(self) -> Tensor:
+        """See `Term`."""
+        return self.result.value
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """See `Term`."""
+        return self.result.problem.batch_shape
+
+    def gradient(self, letter: str) -> Tensor:
+        """See `Term`."""
+        if letter == "a":
+            return 2.0 * self.result.weight_gradient("a", centre=self.centre)
+        return 2.0 * self.result.gradient(letter)
+
+    def second(self, v: Direction, want: str) -> Direction:
+        """See `Term`."""
+        self.result.linearized.centre_weights = self.centre
+        out, solve = self.result.linearized.self_product(
+            v, want, rtol=self.rtol, max_cg=self.max_cg, stats=self.stats
+        )
+        _warn_unconverged(solve.converged, self.stats.residual, self.rtol)
+        return out
+
+
+def _warn_unconverged(converged: bool, residual: float, rtol: float) -> None:
+    if not converged:
+        warnings.warn(
+            f"double backward of an OT loss: Schur solve ended at relative residual {residual:.1e}, tolerance "
+            f"{rtol:.0e}; raise max_cg, loosen rtol or use float64",
+            ConvergenceWarning,
+            stacklevel=3,
+        )
+
+
+@dataclass(eq=False)
+class Recipe:
+    """How to solve a term from its tensors; keeps the term once solved.
+
+    Attributes:
+        letters: the tensors it takes, a subset of "xyab".
+        solve: tensors to term.
+        term: the solved term, None before the forward has run.
+    """
+
+    letters: str
+    solve: Callable[..., Term]
+    term: Term | None = None
+
+    @property
+    def solved(self) -> Term:
+        """The term, after the forward."""
+        if self.term is None:
+            raise RuntimeError("derivative of an OT term that was never evaluated")
+        return self.term
+
+
+def _moved(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int, at: int = 0) -> list[Tensor]:
+    """The vmap dimension of every tensor at position ``at``, expanded where a tensor lacks it."""
+    out = []
+    for tensor, dim in zip(tensors, dims, strict=True):
+        if dim is None:
+            tensor = tensor.unsqueeze(at)
+            shape = list(tensor.shape)
+            shape[at] = size
+            out.append(tensor.expand(shape))
+        else:
+            out.append(tensor.movedim(dim, at))
+    return out
+
+
+def _upstream(grad: Tensor, letter: str) -> Tensor:
+    """A factor of the value, broadcast over one tensor's own dimensions."""
+    return grad[..., None, None] if letter in "xy" else grad[..., None]
 
 
 class _Value(torch.autograd.Function):
-    """OT value of a solved problem; backward is `_Gradient`."""
+    """Value of a term; solves it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, a: Tensor, b: Tensor, term: LossTerm) -> Tensor:
-        ctx.save_for_backward(x, y, a, b)
-        ctx.term = term
-        return term.result.value.clone()
+    def forward(recipe: Recipe, *points: Tensor) -> Tensor:
+        recipe.term = recipe.solve(*points)
+        return recipe.term.value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        recipe, *points = inputs
+        ctx.recipe = recipe
+        ctx.need = tuple(ctx.needs_input_grad[1:])
+        ctx.save_for_backward(*points)
+        ctx.save_for_forward(*points)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, a, b = ctx.saved_tensors  # raises if one was changed in place
-        gradients = _Gradient.apply(x, y, a, b, ctx.term, ctx.needs_input_grad[:4])  # type: ignore[no-untyped-call]
-        out: list[Tensor | None] = []
-        for letter, gradient, needed in zip("xyab", gradients, ctx.needs_input_grad, strict=False):
-            upstream = grads[0].reshape(*grads[0].shape, *([1, 1] if letter in "xy" else [1]))
-            out.append(upstream * gradient if needed else None)
-        return (*out, None)
+        gradients = _Gradient.apply(ctx.recipe, ctx.need, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        letters = ctx.recipe.letters
+        parts = zip(letters, gradients, ctx.need, strict=True)
+        return (None, *(_upstream(grads[0], k) * g if flag else None for k, g, flag in parts))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        letters, moves = ctx.recipe.letters, tangents[1:]
+        need = tuple(move is not None for move in moves)
+        gradients = _Gradient.apply(ctx.recipe, need, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        parts = [
+            (g * move).sum((-2, -1) if letter in "xy" else -1)
+            for letter, g, move in zip(letters, gradients, moves, strict=True)
+            if move is not None
+        ]
+        total: Tensor = torch.stack(torch.broadcast_tensors(*parts)).sum(0)
+        return total
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], recipe: Recipe, *points: Tensor) -> tuple[Tensor, int]:
+        moved = _moved(points, in_dims[1:], info.batch_size)
+        return _Value.apply(recipe, *moved), 0  # type: ignore[no-untyped-call]
 
 
 class _Gradient(torch.autograd.Function):
-    """Gradients in x, y, a, b; backward is the joint Hessian-vector product."""
+    """Gradients of a term; zeros where not needed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, a: Tensor, b: Tensor, term: LossTerm, need: tuple[bool, ...]
-    ) -> tuple[Tensor, ...]:
-        ctx.term, ctx.need = term, need
-        ctx.shapes = [t.shape for t in (x, y, a, b)]
-        out = []
-        for letter, point, flag in zip("xyab", (x, y, a, b), need, strict=True):
-            out.append(term.result.gradient(letter).clone() if flag else torch.zeros_like(point))
-        return tuple(out)
+    def forward(recipe: Recipe, need: tuple[bool, ...], *points: Tensor) -> tuple[Tensor, ...]:
+        term = recipe.solved
+        return tuple(
+            term.gradient(letter).clone() if flag else torch.zeros_like(point)
+            for letter, flag, point in zip(recipe.letters, need, points, strict=True)
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        recipe, need, *points = inputs
+        ctx.recipe, ctx.have = recipe, need
+        ctx.need = tuple(ctx.needs_input_grad[2:])
+        ctx.save_for_backward(*points)
+        ctx.save_for_forward(*points)
 
     @staticmethod
     def backward(ctx: Any, *v: Tensor) -> tuple[Tensor | None, ...]:
-        need = ctx.needs_input_grad[:4]
-        used = tuple(part if flag else None for part, flag in zip(v, ctx.need, strict=True))
-        products = _Second.apply(ctx.term, tuple(need), *used)  # type: ignore[no-untyped-call]
-        return (*(p if flag else None for p, flag in zip(products, need, strict=True)), None, None)
-
-
-class _Second(torch.autograd.Function):
-    """The Hessian-vector product; a third derivative raises instead of being silently wrong."""
+        products = _second(ctx.recipe, ctx.have, ctx.need, v, ctx.saved_tensors)
+        return (None, None, *(p if flag else None for p, flag in zip(products, ctx.need, strict=True)))
 
     @staticmethod
-    def forward(ctx: Any, term: LossTerm, need: tuple[bool, ...], *v: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.term, ctx.need = term, need
-        shapes = [part for part in term.result.problem.expanded()]
-        out = term.second(v, need)
-        return tuple(
-            torch.zeros_like(shape) if part is None else part for part, shape in zip(out, shapes, strict=True)
-        )
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        points = ctx.saved_tensors
+        moves = [torch.zeros_like(p) if t is None else t for p, t in zip(points, tangents[2:], strict=True)]
+        given = tuple(t is not None for t in tangents[2:])
+        return tuple(_second(ctx.recipe, given, ctx.have, moves, points))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], recipe: Recipe, need: tuple[bool, ...], *points: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        moved = _moved(points, in_dims[2:], info.batch_size)
+        out = _Gradient.apply(recipe, need, *moved)  # type: ignore[no-untyped-call]
+        return out, (0,) * len(points)
+
+
+class _Guard(torch.autograd.Function):
+    """Identity in front of a product's points: a third derivative raises instead of being wrong."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*points: Tensor) -> tuple[Tensor, ...]:
+        return tuple(point.clone() for point in points)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing to keep."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "ot_cost has two derivatives: a third one (create_graph=True through a Hessian-vector product) is "
-            "not implemented"
+        raise NotImplementedError(
+            "a third derivative of an OT loss is not implemented: differentiate at most twice"
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        raise NotImplementedError(
+            "a third derivative of an OT loss is not implemented: differentiate at most twice"
         )
 
 
-def ot_cost(
-    x: Any,
-    y: Any,
-    a: Any = None,
-    b: Any = None,
-    *,
-    eps: float,
-    cost_scale: float = 1.0,
-    rtol: float | None = None,
-    max_cg: int | None = None,
-    **options: Any,
-) -> Tensor:
-    """Entropic OT value between two clouds, twice differentiable in x, y, a and b.
+def _second(
+    recipe: Recipe, have: tuple[bool, ...], want: tuple[bool, ...], v: Sequence[Tensor], points: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    guarded = _Guard.apply(*points)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, ...] = _Second.apply(recipe, have, want, 0, *v, *guarded)  # type: ignore[no-untyped-call]
+    return out
 
-    The first backward costs at most two plan passes; a double backward is one streamed joint
-    Hessian-vector product (2 to 4 passes and 2 per CG step). The gradient in the weights is the one
-    along the simplex (balanced: mean removed), see `SinkhornResult.gradient`.
 
-    Args:
-        x: (..., n, d).
-        y: (..., m, d).
-        a: (..., n) or None for uniform.
-        b: (..., m) or None.
-        eps: regularization, in units of the cost.
-        cost_scale: s of `C = s |x - y|^2`.
-        rtol: tolerance of the double backward's inner solve; 1e-10 in float64, 1e-5 in float32.
-        max_cg: cap on its CG steps.
-        **options: of `sinkhorn` (tol, max_iter, init, backend, ...) and rho_x, rho_y.
+class _Second(torch.autograd.Function):
+    """Hessian-vector products; linear in the directions, its derivative in them is itself transposed.
 
-    Returns:
-        (...) the value in the compute dtype (half inputs: float32).
+    Directions have shape (*blocks, *batch, ...): ``blocks`` leading dimensions share every plan pass.
+    """
+
+    @staticmethod
+    def forward(
+        recipe: Recipe, have: tuple[bool, ...], want: tuple[bool, ...], blocks: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        term, letters = recipe.solved, recipe.letters
+        v = tensors[: len(letters)]
+        parts: dict[str, Tensor | None] = {}
+        for letter, part, flag in zip(letters, v, have, strict=True):
+            parts[letter] = _to_lanes(part, letter, blocks) if flag and bool(part.any()) else None
+        wanted = "".join(letter for letter, flag in zip(letters, want, strict=True) if flag)
+        if not wanted or all(part is None for part in parts.values()):
+            return tuple(torch.zeros_like(part) for part in v)
+        out = term.second(Direction(**parts), wanted)
+        return tuple(
+            _from_lanes(product, part) if product is not None else torch.zeros_like(part)
+            for product, part in ((getattr(out, letter), part) for letter, part in zip(letters, v, strict=True))
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.recipe, ctx.have, ctx.want, ctx.blocks, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(ctx.recipe.letters)
+        points = ctx.saved_tensors[count:]
+        moved = _Second.apply(ctx.recipe, ctx.want, ctx.have, ctx.blocks, *grads, *points)  # type: ignore[no-untyped-call]
+        return (None, None, None, None, *moved, *(torch.zeros_like(p) for p in points))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        count = len(ctx.recipe.letters)
+        moves, points = tangents[4 : 4 + count], ctx.saved_tensors[count:]
+        v = [torch.zeros_like(p) if t is None else t for p, t in zip(ctx.saved_tensors, moves, strict=False)]
+        out: tuple[Tensor, ...] = _Second.apply(  # type: ignore[no-untyped-call]
+            ctx.recipe, ctx.have, ctx.want, ctx.blocks, *v, *points
+        )
+        return out
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        recipe: Recipe,
+        have: tuple[bool, ...],
+        want: tuple[bool, ...],
+        blocks: int,
+        *tensors: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        count = len(recipe.letters)
+        v, points = tensors[:count], tensors[count:]
+        v_dims, point_dims = in_dims[4 : 4 + count], in_dims[4 + count :]
+        if all(dim is None for dim in point_dims):
+            moved = _moved(v, v_dims, info.batch_size)
+            out = _Second.apply(recipe, have, want, blocks + 1, *moved, *points)  # type: ignore[no-untyped-call]
+            return out, (0,) * count
+        moved = _moved(v, v_dims, info.batch_size, blocks)
+        batched = _moved(points, point_dims, info.batch_size)
+        out = _Second.apply(recipe, have, want, blocks, *moved, *batched)  # type: ignore[no-untyped-call]
+        return out, (blocks,) * count
+
+
+def _to_lanes(part: Tensor, letter: str, blocks: int) -> Tensor:
+    """(*blocks, *batch, ...) -> (lanes, K, ...)."""
+    own = part.shape[-2:] if letter in "xy" else part.shape[-1:]
+    k = int(part.shape[:blocks].numel())
+    return part.reshape(k, -1, *own).transpose(0, 1).contiguous()
+
+
+def _from_lanes(product: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_to_lanes`."""
+    return product.transpose(0, 1).reshape(like.shape).to(like.dtype)
+
+
+def prepare(x: Any, y: Any, a: Any, b: Any) -> tuple[Tensor, ...]:
+    """The four tensors, differentiable, in one dtype and with their full batch shape.
+
+    Only shapes are looked at here (values may be traced); the rest is validated inside the solve.
 
     Raises:
-        TypeError, ValueError: as `OTProblem` and `sinkhorn`.
-        RuntimeError: an input was changed in place before backward; a third derivative.
-
-    Example:
-        >>> import torch
-        >>> x = torch.tensor([[-0.5], [0.5]], dtype=torch.float64, requires_grad=True)
-        >>> y = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
-        >>> (g,) = torch.autograd.grad(ot_cost(x, y, eps=1.0), x, create_graph=True)
-        >>> round(float(g[0]), 6)
-        0.261594
+        TypeError, ValueError: as `OTProblem`.
     """
-    rho = {key: options.pop(key) for key in ("rho_x", "rho_y") if key in options}
-    problem = OTProblem(x, y, a, b, eps=eps, cost_scale=cost_scale, **rho)
-    with torch.no_grad():
-        result = sinkhorn(problem, **options)
-    term = LossTerm(result, default_rtol(problem.dtype) if rtol is None else rtol, max_cg)
-    return attach(term, x, y, a, b)
+    x, y = (v if isinstance(v, Tensor) else as_tensor(name, v) for name, v in (("x", x), ("y", y)))
+    good = x.dim() >= 2 and y.dim() >= 2 and x.shape[-1] == y.shape[-1] and 0 not in (*x.shape, *y.shape)
+    weights = []
+    for name, weight, cloud in (("a", a, x), ("b", b, y)):
+        if weight is None and good:
+            weight = torch.full(cloud.shape[-2:-1], 1.0 / cloud.shape[-2], dtype=cloud.dtype, device=cloud.device)
+        elif weight is not None and not isinstance(weight, Tensor):
+            weight = as_tensor(name, weight)
+        good = good and weight.dim() >= 1 and weight.shape[-1] == cloud.shape[-2]
+        weights.append(weight)
+    devices = {t.device for t in (x, y, *weights) if t is not None}
+    real = all(t is None or not t.is_complex() for t in (x, y, *weights))
+    if not good or not real or len(devices) > 1:
+        OTProblem(x, y, a, b, eps=1.0)
+        raise ValueError("x, y, a, b do not form a problem")
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    if dtype in HALF or not dtype.is_floating_point:
+        dtype = torch.float32 if dtype in HALF else torch.get_default_dtype()
+    try:
+        shape = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], *(w.shape[:-1] for w in weights))
+    except RuntimeError:
+        OTProblem(x, y, a, b, eps=1.0)
+        raise
+    clouds = [c.to(dtype).expand(*shape, *c.shape[-2:]) for c in (x, y)]
+    return (*clouds, *(w.to(dtype).expand(*shape, w.shape[-1]) for w in weights))
 
 
-def attach(term: LossTerm, x: Any, y: Any, a: Any, b: Any) -> Tensor:
-    """The value of a solved term as a differentiable function of the user's tensors."""
-    problem = term.result.problem
-    inputs = []
-    for name, given, own in zip("xyab", (x, y, a, b), problem.expanded(), strict=True):
-        tensor = given if isinstance(given, Tensor) else (own if given is None else as_tensor(name, given))
-        inputs.append(tensor.to(problem.dtype).expand(own.shape))
-    value: Tensor = _Value.apply(*inputs, term)  # type: ignore[no-untyped-call]
+def differentiable(recipe: Recipe, *points: Tensor) -> Tensor:
+    """The value of a term as a function of prepared tensors."""
+    value: Tensor = _Value.apply(recipe, *points)  # type: ignore[no-untyped-call]
     return value

@@ -10,6 +10,7 @@ and `r_i = a_i 2^(w_i + L_i)`: the row marginal comes for free with the next upd
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from ot_newton.protocols import PassCounter, PlanBackend, Tiles
 __all__ = ["FixedPoint", "IterationInfo", "SinkhornOptions", "noise_floor", "run_sinkhorn"]
 
 STALL_WINDOW = 50
+RATE_WINDOW = 10
 STALL_RATIO = 0.999
 STALL_FLOOR_FACTOR = 1e3
 ANNEAL_RATIO = 0.5
@@ -52,13 +54,24 @@ class IterationInfo:
 
 @dataclass(frozen=True)
 class SinkhornOptions:
-    """Validated options of one solve."""
+    """Validated options of one solve.
+
+    Attributes:
+        tol: marginal error to reach, 0 for exactly ``max_iter`` iterations.
+        max_iter: cap on the iterations.
+        update: "alternating", "symmetric", or "self" for OT(x, x): one averaged update of f = g, one pass.
+        anneal: whether annealing may be used.
+        check_every: iterations between two looks at the error.
+        patience: a lane whose rate foretells more iterations than this is given up as slow.
+        callback: see `sinkhorn`.
+    """
 
     tol: float
     max_iter: int
     update: str = "alternating"
     anneal: bool = True
     check_every: int = 1
+    patience: float = float("inf")
     callback: Callable[[IterationInfo], object] | None = None
 
 
@@ -73,6 +86,7 @@ class FixedPoint:
         n_iter: (B,) iterations.
         marginal_error: (B,) larger of both sides' L1 errors, relative to the mass.
         history: one row per check.
+        slow: (B,) lanes given up because their rate foretells more than ``patience`` iterations.
     """
 
     biases: Biases
@@ -81,6 +95,7 @@ class FixedPoint:
     n_iter: Tensor
     marginal_error: Tensor
     history: tuple[IterationInfo, ...] = field(repr=False)
+    slow: Tensor
 
 
 def noise_floor(problem: OTProblem, eps: float | None = None) -> float:
@@ -163,6 +178,15 @@ class _Stall:
         last = sum(self.errors[-STALL_WINDOW:])
         return last >= STALL_RATIO * sum(self.errors[-2 * STALL_WINDOW : -STALL_WINDOW])
 
+    def foretold(self, tol: float) -> float:
+        """Checks still needed at the rate of the last `RATE_WINDOW` ones; 0 while there are too few."""
+        if len(self.errors) <= 2 * RATE_WINDOW:
+            return 0.0
+        now, then = self.errors[-1], self.errors[-1 - RATE_WINDOW]
+        if not 0.0 < now < then:
+            return float("inf")
+        return RATE_WINDOW * math.log(now / tol) / math.log(then / now)
+
 
 class _Run:
     """The loop over iterations of all lanes; `terminate` judges, `step` moves."""
@@ -177,6 +201,7 @@ class _Run:
         self.n_iter = torch.zeros(lanes, dtype=torch.int64, device=device)
         self.error = torch.full((lanes,), float("nan"), dtype=torch.float64, device=device)
         self.floor = noise_floor(problem)
+        self.slow = torch.zeros(lanes, dtype=torch.bool, device=device)
         self.stalls = [_Stall(self.floor) for _ in range(lanes)]
         self.history: list[IterationInfo] = []
         self.start = time.perf_counter()
@@ -210,10 +235,14 @@ class _Run:
         if self.options.tol > 0:
             self._finish(error <= self.options.tol, Status.CONVERGED)
             for lane in self.active.nonzero()[:, 0].tolist():
-                if self.stalls[lane].stalled(float(error[lane])):
-                    one = torch.zeros_like(self.active)
-                    one[lane] = True
-                    self._finish(one, Status.STAGNATION)
+                stalled = self.stalls[lane].stalled(float(error[lane]))
+                ahead = self.stalls[lane].foretold(self.options.tol) * self.options.check_every
+                if not stalled and ahead <= self.options.patience:
+                    continue
+                one = torch.zeros_like(self.active)
+                one[lane] = True
+                self.slow = self.slow | (one & (not stalled))
+                self._finish(one, Status.STAGNATION if stalled else Status.MAX_ITER)
 
     def _keep(self, new: Tensor, old: Tensor | None) -> Tensor:
         """Finished lanes stop changing."""
@@ -238,6 +267,11 @@ class _Run:
         if iteration >= self.options.max_iter or not bool(self.active.any()):
             return False
         new_w = stage.x.update(lse)
+        if self.options.update == "self":
+            average = new_w if self.w is None else (self.w + new_w) / 2
+            self.w = self._keep(average, self.w)
+            self.u = self.w
+            return True
         if lse_y is None:
             self.w = self._keep(new_w, self.w)
             self.u = self._keep(stage.y.update(stage.lse_y(self.w, self.u)), self.u)
@@ -254,6 +288,8 @@ class _Run:
         """(B,) larger L1 error of both sides at the final biases."""
         assert self.w is not None
         row = stage.x.error(self.w, stage.lse_x(self.w, self.u))
+        if self.options.update == "self":
+            return row
         return torch.maximum(row, stage.y.error(self.u, stage.lse_y(self.w, self.u)))
 
     def run(self, init: Biases | None) -> FixedPoint:
@@ -275,7 +311,7 @@ class _Run:
         while self.iterate(stage, iteration, judge=True):
             iteration += 1
         if self.w is None:  # max_iter = 0 without a start
-            self.w = -stage.lse_x(None, self.u)
+            self.w = stage.x.update(stage.lse_x(None, self.u))
         self._finish(self.active.clone(), Status.MAX_ITER)
         self.error = self.audit(stage)
         self._demote()
@@ -287,6 +323,7 @@ class _Run:
             self.n_iter,
             self.error,
             tuple(self.history),
+            self.slow,
         )
 
     def _demote(self) -> None:

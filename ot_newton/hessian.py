@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ot_newton.deflation import Deflation
+from ot_newton.potentials import Biases
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter, Plan
-from ot_newton.schur import SchurSolve, SchurSystem, safe_inverse
+from ot_newton.schur import SchurSolve, SchurSystem, SelfSystem, safe_inverse
 
 __all__ = ["Direction", "HessianStats", "LinearizedPlan", "TransposedPlan", "gradient_x"]
 
@@ -152,10 +154,22 @@ class LinearizedPlan:
         counter: pass counter of that plan.
         direct: factorize the Schur complement instead of CG.
         swapped: internal; see `swap`.
+        symmetric: x = y and f = g, so that `swap` is this object itself.
+
+    Attributes:
+        centre_weights: remove the mean of derivatives in the weights (hard sides: the simplex's tangent).
+        source: name of the backend and biases the plan was made of, where it may have to be made again.
     """
 
     def __init__(
-        self, problem: OTProblem, plan: Plan, counter: PassCounter, *, direct: bool, swapped: bool = False
+        self,
+        problem: OTProblem,
+        plan: Plan,
+        counter: PassCounter,
+        *,
+        direct: bool,
+        swapped: bool = False,
+        symmetric: bool = False,
     ) -> None:
         c = problem.centred
         self.problem, self.plan, self.counter, self.direct = problem, plan, counter, direct
@@ -164,8 +178,13 @@ class LinearizedPlan:
         self.s, self.eps, self.balanced = problem.cost_scale, problem.eps, problem.balanced
         rho = (problem.rho_y, problem.rho_x) if swapped else (problem.rho_x, problem.rho_y)
         self.relax = tuple(1.0 if p is None else 1.0 + problem.eps / p for p in rho)
-        self._swap: LinearizedPlan | None = None
+        self.deflation: Deflation | None = None if direct else Deflation()
+        self.source: tuple[str, Biases] | None = None
+        self.swapped = swapped
+        self.centre_weights = problem.balanced
+        self._swap: LinearizedPlan | None = self if symmetric else None
         self._system: SchurSystem | None = None
+        self._self_system: SelfSystem | None = None
         self._rows: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -177,6 +196,11 @@ class LinearizedPlan:
             )
             self._swap._swap = self
         return self._swap
+
+    def inherit(self, other: LinearizedPlan) -> None:
+        """Go on with the deflation space of an earlier plan; renewed at the first solve (two passes)."""
+        if self.deflation is not None and other.deflation is not None:
+            self.deflation = other.deflation
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """`r = P1 (B,n)` and `P y (B,n,d)`, one pass, cached."""
@@ -195,7 +219,13 @@ class LinearizedPlan:
         if self._system is None:
             r, c = self.rows()[0], self.columns()[0]
             self._system = SchurSystem(
-                self.plan, r, c, (self.relax[0], self.relax[1]), balanced=self.balanced, direct=self.direct
+                self.plan,
+                r,
+                c,
+                (self.relax[0], self.relax[1]),
+                balanced=self.balanced,
+                direct=self.direct,
+                deflation=self.deflation,
             )
         return self._system
 
@@ -244,6 +274,43 @@ class LinearizedPlan:
         columns = w2.shape[0] * w2.shape[1]
         stats.record(columns, self.counter.passes - before, solve)
         return out, solve
+
+    def self_product(
+        self, v: Direction, want: str, *, rtol: float, max_cg: int | None, stats: HessianStats
+    ) -> tuple[Direction, SchurSolve]:
+        """Products of the Hessian of OT(x, x), both arguments moving together (MATH 6).
+
+        Then `w1 = w2 = w` with `(D_r k + P) w = (P.dC)1 + eps da`: positive definite, condition number at
+        most 2 once normalized, no null vector, one pass per CG step. The part of one argument is computed
+        and doubled.
+
+        Args:
+            v: directions in x and a.
+            want: subset of "xa".
+            rtol: tolerance of the solve, relative to its right-hand side.
+            max_cg: cap on its CG steps.
+            stats: counters to add to.
+
+        Returns:
+            The products and the solve's diagnosis. Cost: 2 + n_cg passes.
+        """
+        before = self.counter.passes
+        both = self._effective_weights(Direction(v.x, v.x, v.a, v.a))
+        moments = self._moments(both)
+        rhs, scale = self._row_rhs(moments, both)
+        solve = self.self_system().solve(_columns(rhs), _columns(scale), rtol, max_cg)
+        w = solve.w.mT
+        moments.pt_vx = moments.p_vy
+        out = self._assemble(moments, both, Direction(v.x, v.x, v.a, v.a), w, want)
+        stats.record(w.shape[0] * w.shape[1], self.counter.passes - before, solve)
+        doubled = [None if part is None else 2.0 * part for part in (out.x, out.a)]
+        return Direction(x=doubled[0], a=doubled[1]), solve
+
+    def self_system(self) -> SelfSystem:
+        """`D_r k + P` of a self-transport plan, cached."""
+        if self._self_system is None:
+            self._self_system = SelfSystem(self.plan, self.rows()[0], self.relax[0])
+        return self._self_system
 
     def _prefers_swap(self, v: Direction, want: str) -> bool:
         """Which side to solve on: the smaller when factorizing, the one that saves passes when streaming."""
@@ -431,7 +498,7 @@ class LinearizedPlan:
         """Derivative of `dOT/da` from that of the absorbed potential `F = f + eps log a`."""
         positive = weight[:, None] > 0
         out = w if dv is None else w - self.eps * dv * safe_inverse(weight)[:, None]
-        if not self.balanced:
+        if not self.centre_weights:
             if relax != 1.0:
                 out = out * (relax * marginal * safe_inverse(weight))[:, None]
             if other is not None:

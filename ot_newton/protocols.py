@@ -22,13 +22,21 @@ __all__ = ["PassCounter", "Plan", "PlanBackend", "SymmetricOperator", "Tiles"]
 
 @dataclass
 class PassCounter:
-    """Counts plan passes: streamed sweeps over all n x m pairs, the unit of cost."""
+    """Counts plan passes: streamed sweeps over all n x m pairs, the unit of cost.
+
+    Attributes:
+        passes: sweeps so far.
+        parent: a counter that counts along (of the loss that made many solves).
+    """
 
     passes: int = 0
+    parent: PassCounter | None = None
 
     def add(self, count: int = 1) -> None:
         """Count ``count`` more sweeps."""
         self.passes += count
+        if self.parent is not None:
+            self.parent.add(count)
 
 
 class Plan(Protocol):

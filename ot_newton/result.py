@@ -12,19 +12,14 @@ from ot_newton.backends.select import get_backend
 from ot_newton.errors import Status, check_choice, check_integer, check_number
 from ot_newton.fixed_point import IterationInfo
 from ot_newton.hessian import LinearizedPlan
-from ot_newton.operators.hessian_operator import HessianOperator
-from ot_newton.operators.plan import TransportPlan
+from ot_newton.operators.hessian_operator import HessianOperator, default_rtol
+from ot_newton.operators.plan import TransportPlan, linearize
 from ot_newton.operators.schur_operator import SchurComplement
 from ot_newton.potentials import Biases, Potentials, biases_to_potentials, operands
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter
 
 __all__ = ["SinkhornResult", "default_rtol"]
-
-
-def default_rtol(dtype: torch.dtype) -> float:
-    """Tolerance of the Schur solve: 1e-10 in float64, 1e-5 in float32."""
-    return 1e-10 if dtype == torch.float64 else 1e-5
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,6 +41,7 @@ class SinkhornResult:
         plan_passes: streamed sweeps over all pairs so far, later products of this result included.
         history: one `IterationInfo` per check.
         backend: name of the backend.
+        symmetric: solved as OT(x, x), with f = g.
     """
 
     problem: OTProblem
@@ -58,6 +54,7 @@ class SinkhornResult:
     counter: PassCounter = field(repr=False)
     history: tuple[IterationInfo, ...] = field(repr=False)
     backend: str
+    symmetric: bool = False
 
     def __repr__(self) -> str:
         """Status and the figures a user looks at first."""
@@ -91,6 +88,7 @@ class SinkhornResult:
             counter=self.counter,
             history=self.history,
             backend=self.backend,
+            symmetric=self.symmetric,
         )
 
     @property
@@ -143,12 +141,9 @@ class SinkhornResult:
     @cached_property
     def linearized(self) -> LinearizedPlan:
         """The plan with cached marginals and its second derivative; what the operators share."""
-        q, k = operands(self.problem, self.problem.eps)
-        c = self.problem.centred
-        plan = get_backend(self.backend).bind(q, k, self.counter).plan(
-            self.biases.row, self.biases.col, c.a, c.b
+        return linearize(
+            self.problem, self.biases, self.backend, self.counter, symmetric=self.symmetric
         )
-        return LinearizedPlan(self.problem, plan, self.counter, direct=self.backend == "dense")
 
     @cached_property
     def plan(self) -> TransportPlan:
@@ -259,9 +254,13 @@ class SinkhornResult:
         source = self.linearized if wrt in "xa" else self.linearized.swap
         if wrt in "xy":
             return self._out(source.gradient())
-        return self._out(self._weight_gradient(wrt))
+        return self.weight_gradient(wrt, centre=self.problem.balanced)
 
-    def _weight_gradient(self, wrt: str) -> Tensor:
+    def weight_gradient(self, wrt: str, *, centre: bool) -> Tensor:
+        """`phi - eps r/a + eps sum b` in "a" or "b", its mean over positive masses removed or not.
+
+        Uncentred it is right where the gauge is fixed: relaxed sides, and OT(x, x) whose mass may change.
+        """
         p, c = self.problem, self.problem.centred
         q, k = operands(p, p.eps)
         tiles = get_backend(self.backend).bind(q, k, self.counter)
@@ -274,11 +273,10 @@ class SinkhornResult:
         phi = potential if rho is None else -rho * torch.expm1(-potential / rho)
         ratio = torch.exp2((own + lse).double())
         out = phi - p.eps * ratio + p.eps * other.double().sum(-1, keepdim=True)
-        if not p.balanced:
-            return out
-        positive = weight > 0
-        mean = _weighted(positive.double(), out) / positive.sum(-1)
-        return out - mean[:, None]
+        if centre:
+            positive = weight > 0
+            out = out - (_weighted(positive.double(), out) / positive.sum(-1))[:, None]
+        return self._out(out)
 
 
 def _weighted(weight: Tensor, values: Tensor) -> Tensor:

@@ -7,15 +7,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ot_newton.deflation import Deflation
 from ot_newton.protocols import Plan
-from ot_newton.solvers.cg import CGReason, conjugate_gradient
+from ot_newton.solvers.cg import CGReason, CGResult, conjugate_gradient
 
-__all__ = ["SchurSolve", "SchurSystem", "safe_inverse"]
+__all__ = ["SchurSolve", "SchurSystem", "SelfSystem", "safe_inverse"]
 
 DEFAULT_MAX_CG = 2000
 DIRECT_CUTOFF = 32.0
@@ -25,6 +26,23 @@ CHOLESKY_MARGIN = 1e4
 def safe_inverse(v: Tensor) -> Tensor:
     """1/v, and 0 where v is 0."""
     return torch.where(v > 0, 1.0 / torch.where(v > 0, v, torch.ones_like(v)), torch.zeros_like(v))
+
+
+def _without_noise(b: Tensor, scale: Tensor) -> Tensor:
+    """Right-hand sides below rounding of the terms they were made of count as zero (MATH 5)."""
+    noise = 8 * torch.finfo(b.dtype).eps * scale.square().sum(1, keepdim=True).sqrt()
+    size = b.square().sum(1, keepdim=True).sqrt()
+    return torch.where(size <= noise, torch.zeros_like(b), b)
+
+
+def _report(w: Tensor, result: CGResult) -> SchurSolve:
+    return SchurSolve(
+        w=w,
+        iterations=int(result.iterations.max()) if result.iterations.numel() else 0,
+        residual=result.residual,
+        converged=bool(result.converged.all()),
+        reasons=tuple(sorted({CGReason(int(k)).name for k in result.reason.flatten()})),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +74,21 @@ class SchurSystem:
         relax: `(k_x, k_y)`, `1 + eps/rho` or 1.
         balanced: both sides hard; the null vector is projected out.
         direct: assemble and factorize (dense plans), else CG.
+        deflation: space of slow modes to remove and to feed, None for plain CG.
     """
 
     def __init__(
-        self, plan: Plan, r: Tensor, c: Tensor, relax: tuple[float, float], *, balanced: bool, direct: bool
+        self,
+        plan: Plan,
+        r: Tensor,
+        c: Tensor,
+        relax: tuple[float, float],
+        *,
+        balanced: bool,
+        direct: bool,
+        deflation: Deflation | None = None,
     ) -> None:
-        self.plan, self.balanced, self.direct = plan, balanced, direct
+        self.plan, self.balanced, self.direct, self.deflation = plan, balanced, direct, deflation
         self.diag = c * relax[1]
         self.row_inverse = safe_inverse(r * relax[0])[:, :, None]
         self.half_inverse = safe_inverse(self.diag).sqrt()[:, :, None]
@@ -95,28 +122,40 @@ class SchurSystem:
         Returns:
             The block. Cost: 2 passes per CG step; a direct solve costs none once factorized.
         """
-        b = self.project(self.half_inverse * rhs)
-        noise = 8 * torch.finfo(b.dtype).eps * (self.half_inverse * scale).square().sum(1, keepdim=True).sqrt()
-        size = b.square().sum(1, keepdim=True).sqrt()
-        b = torch.where(size <= noise, torch.zeros_like(b), b)
+        b = _without_noise(self.project(self.half_inverse * rhs), self.half_inverse * scale)
         if self.direct:
             return self._solve_direct(b, rtol)
+        z, result = self._solve_cg(b, rtol, DEFAULT_MAX_CG if max_cg is None else max_cg)
+        return _report(self.half_inverse * z, result)
+
+    def _solve_cg(self, b: Tensor, rtol: float, max_cg: int) -> tuple[Tensor, CGResult]:
+        """Deflated CG on the normalized system; its Krylov space feeds the deflation."""
+        space = self.deflation
+        if space is not None:
+            space.attach(self)
+        active = space is not None and space.size > 0
+        start = space.remove(b) if space is not None and active else b
+        size = b.square().sum(1, keepdim=True).sqrt()
+        reduced = start.square().sum(1, keepdim=True).sqrt()
+        relative = rtol * size / torch.where(reduced > 0, reduced, torch.ones_like(reduced))
+        start = torch.where(reduced <= rtol * size, torch.zeros_like(start), start)
+        record = 0 if space is None else space.record_steps(b)
         result = conjugate_gradient(
-            self.normalized_matmat,
-            b,
-            rtol=rtol,
-            max_iter=DEFAULT_MAX_CG if max_cg is None else max_cg,
-            project=self.project,
+            space.deflated(self.normalized_matmat) if space is not None and active else self.normalized_matmat,
+            start,
+            rtol=relative,
+            max_iter=max_cg,
+            project=space.project(self.project) if space is not None and active else self.project,
             norm_estimate=1.0,
             refresh=25 if b.dtype == torch.float32 else 100,
+            record=record,
+            reorthogonalize=record > 0,
         )
-        return SchurSolve(
-            w=self.half_inverse * result.x,
-            iterations=int(result.iterations.max()) if result.iterations.numel() else 0,
-            residual=result.residual,
-            converged=bool(result.converged.all()),
-            reasons=tuple(sorted({CGReason(int(k)).name for k in result.reason.flatten()})),
-        )
+        z = space.complete(result.x, b) if space is not None and active else result.x
+        if space is not None and record:
+            space.harvest(result)
+        scaled = result.residual * (reduced / torch.where(size > 0, size, torch.ones_like(size))).squeeze(1)
+        return z, replace(result, residual=scaled)
 
     def _solve_direct(self, b: Tensor, rtol: float) -> SchurSolve:
         """Factorized solve with one refinement by the assembled matrix."""
@@ -145,3 +184,37 @@ class SchurSystem:
         keep = values > DIRECT_CUTOFF * count * eps
         inverse = torch.where(keep, 1.0 / torch.where(keep, values, torch.ones_like(values)), 0 * values)
         return lambda v: vectors @ (inverse[:, :, None] * (vectors.mT @ v))
+
+
+class SelfSystem:
+    """`D_r k + P` of a symmetric plan (x = y, f = g): the dual system of OT(x, x) (MATH 6).
+
+    Normalized by `D = D_r k` its spectrum lies in (0, 2], in [1, 2] for k = 1, whatever eps.
+
+    Args:
+        plan: the plan of x with itself.
+        r: (B,n) its marginal.
+        relax: `k`, 1 + eps/rho or 1.
+    """
+
+    def __init__(self, plan: Plan, r: Tensor, relax: float) -> None:
+        self.plan = plan
+        self.diag = (r * relax)[:, :, None]
+        self.half_inverse = safe_inverse(r * relax).sqrt()[:, :, None]
+
+    def normalized_matmat(self, z: Tensor) -> Tensor:
+        """`D^-1/2 (D + P) D^-1/2 Z`: one plan pass."""
+        w = self.half_inverse * z
+        return self.half_inverse * (self.diag * w + self.plan.apply(w, 1))
+
+    def solve(self, rhs: Tensor, scale: Tensor, rtol: float, max_cg: int | None = None) -> SchurSolve:
+        """Solution of `(D_r k + P) W = rhs` (B,n,K); arguments as `SchurSystem.solve`, one pass per step."""
+        b = _without_noise(self.half_inverse * rhs, self.half_inverse * scale)
+        result = conjugate_gradient(
+            self.normalized_matmat,
+            b,
+            rtol=rtol,
+            max_iter=DEFAULT_MAX_CG if max_cg is None else max_cg,
+            norm_estimate=1.0,
+        )
+        return _report(self.half_inverse * result.x, result)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ot_newton.backends.select import choose_backend, get_backend
+from ot_newton.dual_newton import run_dual_newton
 from ot_newton.errors import (
     ConvergenceWarning,
     PrecisionWarning,
@@ -17,18 +20,19 @@ from ot_newton.errors import (
     check_integer,
     check_number,
 )
-from ot_newton.fixed_point import IterationInfo, SinkhornOptions, noise_floor, run_sinkhorn
+from ot_newton.fixed_point import FixedPoint, IterationInfo, SinkhornOptions, noise_floor, run_sinkhorn
 from ot_newton.potentials import Biases, Potentials, potentials_to_biases
 from ot_newton.problem import OTProblem, as_tensor
-from ot_newton.protocols import PassCounter
+from ot_newton.protocols import PassCounter, PlanBackend
 from ot_newton.result import SinkhornResult
 
 __all__ = ["sinkhorn"]
 
 FLOAT64_TOL = 1e-9
 FLOAT32_FLOOR_FACTOR = 10.0
-UPDATES = ("alternating", "symmetric")
-METHODS = ("auto", "sinkhorn")
+UPDATES = ("alternating", "symmetric", "self")
+METHODS = ("auto", "sinkhorn", "newton")
+PATIENCE = 200.0
 
 
 def _tolerance(problem: OTProblem, tol: float | None) -> tuple[float, float]:
@@ -84,6 +88,12 @@ def _check_options(max_iter: Any, method: Any, anneal: Any, update: Any, callbac
     return check_integer("max_iter", max_iter, low=0)
 
 
+def _check_self(problem: OTProblem) -> None:
+    same = problem.rho_x == problem.rho_y and problem.n == problem.m
+    if not same or not (torch.equal(problem.x, problem.y) and torch.equal(problem.a, problem.b)):
+        raise ValueError('update="self" is for OT(x, x): x and y, a and b, rho_x and rho_y must be equal')
+
+
 def sinkhorn(
     problem: OTProblem,
     *,
@@ -97,7 +107,7 @@ def sinkhorn(
     callback: Callable[[IterationInfo], object] | None = None,
     progress: bool = False,
 ) -> SinkhornResult:
-    """Solve entropic optimal transport by Sinkhorn's iteration.
+    """Solve entropic optimal transport: Sinkhorn's iteration, and Newton on the dual where it is slow.
 
     Args:
         problem: what to solve.
@@ -105,9 +115,12 @@ def sinkhorn(
             10 times the floor `eps_mach max|C|/eps` in float32. Below the floor it is raised to it, with
             one warning. 0: exactly ``max_iter`` iterations, status MAX_ITER, no warning.
         max_iter: cap; one iteration is one f and one g update at any eps, annealing included.
-        method: "auto" or "sinkhorn".
+        method: "sinkhorn"; "newton", truncated Newton on the dual after a few Sinkhorn iterations, for low
+            eps (MATH 8); "auto", Sinkhorn until its rate foretells more than 200 further iterations, then
+            Newton. A Newton step counts as one iteration; lanes of a batch are finished one by one.
         update: "alternating" (f, then g with the new f) or "symmetric" (both from the old ones,
-            averaged; keeps f = g for identical inputs).
+            averaged; keeps f = g for identical inputs), "self" for OT(x, x): one averaged update of f = g,
+            one pass an iteration.
         anneal: "auto" starts from a larger eps, halved every iteration, when eps is small against the
             cost and there is no ``init``; False never does.
         init: a former result, `Potentials` or (f, g) to start from.
@@ -137,6 +150,8 @@ def sinkhorn(
     if not isinstance(problem, OTProblem):
         raise TypeError(f"problem must be an OTProblem, got {type(problem).__name__}")
     cap = _check_options(max_iter, method, anneal, update, callback)
+    if update == "self":
+        _check_self(problem)
     name = choose_backend(backend, problem.device, problem.n, problem.m, problem.lanes)
     start = _start(problem, init)
     tolerance, floor = _tolerance(problem, tol)
@@ -150,7 +165,7 @@ def sinkhorn(
         callback=callback,
     )
     with _progress(progress, options) as watched:
-        end = run_sinkhorn(problem, get_backend(name), watched, counter, start)
+        end = _iterate(problem, get_backend(name), watched, counter, start, method)
     result = SinkhornResult(
         problem=problem,
         biases=end.biases,
@@ -162,6 +177,7 @@ def sinkhorn(
         counter=counter,
         history=end.history,
         backend=name,
+        symmetric=update == "self",
     )
     _warn(result, tol)
     return result
@@ -185,6 +201,57 @@ def _warn(result: SinkhornResult, tol: float | None) -> None:
     )
 
 
+def _iterate(
+    problem: OTProblem,
+    backend: PlanBackend,
+    options: SinkhornOptions,
+    counter: PassCounter,
+    start: Biases | None,
+    method: str,
+) -> FixedPoint:
+    """Sinkhorn, then Newton lane by lane where the method asks for it."""
+    plain = method == "sinkhorn" or options.tol == 0 or options.update != "alternating"
+    if method == "newton" and problem.lanes == 1:
+        return run_dual_newton(problem, backend, options, counter, start)
+    patience = math.inf if plain else (0.0 if method == "newton" else PATIENCE)
+    end = run_sinkhorn(problem, backend, replace(options, patience=patience), counter, start)
+    for lane in end.slow.nonzero()[:, 0].tolist():
+        end = _finish_lane(problem, backend, options, counter, end, lane)
+    return end
+
+
+def _finish_lane(
+    problem: OTProblem,
+    backend: PlanBackend,
+    options: SinkhornOptions,
+    counter: PassCounter,
+    end: FixedPoint,
+    lane: int,
+) -> FixedPoint:
+    """Newton on one slow lane, from where Sinkhorn gave up."""
+    done = int(end.n_iter[lane])
+    left = replace(options, max_iter=max(1, options.max_iter - done))
+    own = Biases(end.biases.row[lane][None], end.biases.col[lane][None])
+    single = problem if problem.lanes == 1 else problem.lane(lane)
+    tail = run_dual_newton(single, backend, left, counter, own)
+    row, col = end.biases.row.clone(), end.biases.col.clone()
+    row[lane], col[lane] = tail.biases.row[0], tail.biases.col[0]
+    n_iter, error = end.n_iter.clone(), end.marginal_error.clone()
+    n_iter[lane] += tail.n_iter[0]
+    error[lane] = tail.marginal_error[0]
+    statuses = list(end.statuses)
+    statuses[lane] = tail.statuses[0]
+    shifted = tuple(replace(info, n_iter=info.n_iter + done) for info in tail.history)
+    return replace(
+        end,
+        biases=Biases(row, col),
+        n_iter=n_iter,
+        marginal_error=error,
+        statuses=tuple(statuses),
+        history=end.history + shifted,
+    )
+
+
 class _progress:  # noqa: N801
     """Context that adds a progress bar to the options' callback."""
 
@@ -194,8 +261,6 @@ class _progress:  # noqa: N801
     def __enter__(self) -> SinkhornOptions:
         if not self.wanted:
             return self.options
-        from dataclasses import replace
-
         from rich.progress import Progress
 
         self.bar = Progress(transient=True)

@@ -36,11 +36,16 @@ class CGReason(enum.IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class CGStep:
-    """One recorded step: `x <- x + alpha p`, with its product `hp = H p`; in units of the rhs."""
+    """One recorded step: `x <- x + alpha p`, `p = z + beta p_previous`, `hp = H p`; in units of the rhs.
+
+    ``z`` is the (preconditioned) residual before the step: `H z = hp - beta hp_previous` costs nothing.
+    """
 
     p: Tensor
     hp: Tensor
     alpha: Tensor
+    z: Tensor
+    beta: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +106,7 @@ def boundary_step(radius: Tensor, xx: Tensor, xp: Tensor, pp: Tensor) -> Tensor:
 class _State:
     """Working vectors of one block solve, in units where every nonzero rhs has norm one."""
 
-    def __init__(self, rhs: Tensor, radius: Tensor | float | None, record: bool) -> None:
+    def __init__(self, rhs: Tensor, radius: Tensor | float | None, record: int) -> None:
         self.eps = torch.finfo(rhs.dtype).eps
         # Two-stage norm: squares of a tiny or huge right-hand side would under- or overflow.
         peak = rhs.abs().amax(-2, keepdim=True)
@@ -126,7 +131,8 @@ class _State:
         self.norm_estimate = torch.zeros_like(peak)
         self.residual = torch.where(zero, torch.zeros_like(peak), torch.ones_like(peak))
         self.n_matmul = 0
-        self.path: list[CGStep] | None = [] if record else None
+        self.path: list[CGStep] = []
+        self.record = 1 << 62 if record is True else int(record)
 
     @property
     def active(self) -> Tensor:
@@ -139,7 +145,10 @@ class _State:
         return v * self.scale_norm * self.scale_peak
 
     def result(self) -> CGResult:
-        keep = [CGStep(self.rescale(s.p), self.rescale(s.hp), s.alpha) for s in self.path or []]
+        keep = [
+            CGStep(self.rescale(s.p), self.rescale(s.hp), s.alpha, self.rescale(s.z), s.beta)
+            for s in self.path
+        ]
         return CGResult(
             x=self.rescale(self.x),
             hx=self.rescale(self.hx),
@@ -158,7 +167,7 @@ def conjugate_gradient(
     matmul: Callable[[Tensor], Tensor],
     rhs: Tensor,
     *,
-    rtol: float,
+    rtol: float | Tensor,
     max_iter: int,
     radius: Tensor | float | None = None,
     preconditioner: Callable[[Tensor], Tensor] | None = None,
@@ -166,7 +175,8 @@ def conjugate_gradient(
     norm_estimate: float | Tensor | None = None,
     refresh: int = 50,
     x0: Tensor | None = None,
-    record: bool = False,
+    record: int = 0,
+    reorthogonalize: bool = False,
 ) -> CGResult:
     """Solve `H x = b` per column, or stop at the trust-region boundary or at nonpositive curvature.
 
@@ -182,7 +192,7 @@ def conjugate_gradient(
     Args:
         matmul: the block product `H V`, V (..., N, k).
         rhs: (..., N, k).
-        rtol: relative tolerance on the residual; nothing absolute.
+        rtol: relative tolerance on the residual, a number or (..., 1, k); nothing absolute.
         max_iter: cap on the steps.
         radius: trust-region radius, a number or (..., 1, k); None for none. Starts from x = 0 only.
         preconditioner: block product with a symmetric positive definite `M^-1`.
@@ -191,7 +201,9 @@ def conjugate_gradient(
         refresh: steps between two true residuals (one extra product each); also the number of steps
             from which convergence is confirmed by a true residual.
         x0: start; its residual counts relative to `|b|`.
-        record: keep the steps in ``path``.
+        record: keep the first ``record`` steps in ``path`` (True: all).
+        reorthogonalize: keep the residuals orthogonal to those of the recorded steps: fewer steps
+            when ill-conditioned, and a Lanczos basis fit to be harvested.
 
     Returns:
         A `CGResult`. Cost: one block product per step, one more per refresh.
@@ -206,6 +218,7 @@ def conjugate_gradient(
         given = torch.as_tensor(norm_estimate, dtype=rhs.dtype, device=rhs.device)
         state.norm_estimate = state.norm_estimate + given
     loop = _Loop(state, matmul, preconditioner, project or _identity, rtol, max(1, refresh))
+    loop.basis = [] if reorthogonalize else None
     if x0 is not None:
         state.x = x0 / state.scale_peak / state.scale_norm
         loop.refresh_residual()
@@ -227,11 +240,13 @@ class _Loop:
         matmul: Callable[[Tensor], Tensor],
         preconditioner: Callable[[Tensor], Tensor] | None,
         project: Callable[[Tensor], Tensor],
-        rtol: float,
+        rtol: float | Tensor,
         refresh: int,
     ) -> None:
         self.s, self.matmul, self.preconditioner, self.project = state, matmul, preconditioner, project
-        self.rtol, self.refresh = rtol, refresh
+        self.rtol, self.refresh = torch.as_tensor(rtol, dtype=state.b.dtype, device=state.b.device), refresh
+        self.basis: list[Tensor] | None = None
+        self.beta = torch.zeros_like(state.residual)
         self.r = project(state.b)
         self.since = 0
         self.checked = torch.full_like(state.residual, float("inf"))
@@ -283,9 +298,11 @@ class _Loop:
         alpha = torch.where(nonpositive, torch.zeros_like(alpha), alpha)
         alpha, outside = self._truncate(p, alpha, nonpositive)
         alpha = torch.where(s.active, alpha, torch.zeros_like(alpha))
-        if s.path is not None:
-            s.path.append(CGStep(p, hp, alpha))
+        if len(s.path) < s.record:
+            s.path.append(CGStep(p, hp, alpha, self.z, self.beta))
+        before = self.r
         s.x, s.hx, self.r = s.x + alpha * p, s.hx + alpha * hp, self.r - alpha * hp
+        self._reorthogonalize(before)
         s.iterations = s.iterations + s.active.to(torch.int64)
         new_residual = _dot(self.r, self.r).sqrt()
         s.residual = torch.where(s.active, new_residual, s.residual)
@@ -293,6 +310,18 @@ class _Loop:
         s.stop(outside, CGReason.BOUNDARY)
         self.since += 1
         self._advance(alpha)
+
+    def _reorthogonalize(self, before: Tensor) -> None:
+        """Make the new residual orthogonal to all former ones, twice."""
+        if self.basis is None:
+            return
+        if len(self.basis) < self.s.record:
+            size = _dot(before, before).sqrt()
+            self.basis.append(before / torch.where(size > 0, size, torch.ones_like(size)))
+        stack = torch.stack(self.basis, dim=-1)
+        for _ in range(2):
+            along = torch.einsum("...nkj,...nk->...kj", stack, self.r)
+            self.r = self.r - torch.einsum("...nkj,...kj->...nk", stack, along)
 
     def _truncate(self, p: Tensor, alpha: Tensor, nonpositive: Tensor) -> tuple[Tensor, Tensor]:
         s = self.s
@@ -328,7 +357,7 @@ class _Loop:
             self.xp = torch.where(restart, _dot(s.x, self.r), self.xp)
             self.pp = rz + beta * beta * self.pp
         self.p = self.z + beta * self.p
-        self.rz = rz
+        self.rz, self.beta = rz, beta
 
     def _must_confirm(self, met: Tensor) -> bool:
         return bool((self.s.iterations[met] >= self.refresh).any())
@@ -343,7 +372,7 @@ class _Loop:
         recursive = s.residual
         self.refresh_residual()
         self._judge(confirmed=True)
-        drifted = s.residual > 2 * torch.maximum(recursive, torch.full_like(recursive, self.rtol))
+        drifted = s.residual > 2 * torch.maximum(recursive, self.rtol)
         stalled = drifted & (s.residual > STAGNATION_FACTOR * self.checked)
         s.stop(stalled, CGReason.STAGNATION)
         self.checked = torch.where(s.active, s.residual, self.checked)

@@ -10,7 +10,12 @@ from torch import Tensor
 from ot_newton.hessian import Direction, HessianStats, LinearizedPlan
 from ot_newton.operators.base import PlanOperator, warn_unconverged
 
-__all__ = ["HessianOperator"]
+__all__ = ["HessianOperator", "default_rtol"]
+
+
+def default_rtol(dtype: torch.dtype) -> float:
+    """Tolerance of the Schur solve: 1e-10 in float64, 1e-5 in float32."""
+    return 1e-10 if dtype == torch.float64 else 1e-5
 
 
 class HessianOperator(PlanOperator):

@@ -6,11 +6,35 @@ from typing import Any
 
 from torch import Tensor
 
+from ot_newton.backends.select import get_backend
 from ot_newton.hessian import LinearizedPlan
 from ot_newton.operators.base import PlanOperator
+from ot_newton.potentials import Biases, operands
+from ot_newton.problem import OTProblem
+from ot_newton.protocols import PassCounter
 from ot_newton.schur import safe_inverse
 
-__all__ = ["TransportPlan"]
+__all__ = ["TransportPlan", "linearize"]
+
+
+def linearize(
+    problem: OTProblem, biases: Biases, backend: str, counter: PassCounter, *, symmetric: bool = False
+) -> LinearizedPlan:
+    """The plan at these biases on that backend, with its caches; no pass is made except by "dense".
+
+    Args:
+        problem: the problem.
+        biases: of the centred clouds.
+        backend: name.
+        counter: counts plan passes.
+        symmetric: x = y and equal biases.
+    """
+    q, k = operands(problem, problem.eps)
+    c = problem.centred
+    plan = get_backend(backend).bind(q, k, counter).plan(biases.row, biases.col, c.a, c.b)
+    out = LinearizedPlan(problem, plan, counter, direct=backend == "dense", symmetric=symmetric)
+    out.source = (backend, biases)
+    return out
 
 
 class TransportPlan(PlanOperator):
@@ -63,7 +87,7 @@ class TransportPlan(PlanOperator):
 
     def _mean_y(self) -> Tensor:
         problem = self.linearized.problem
-        cloud = problem.y if self.linearized.shift is problem.centred.shift else problem.x
+        cloud = problem.x if self.linearized.swapped else problem.y
         flat = cloud.expand(*self.batch_shape, *cloud.shape[-2:]).reshape(-1, *cloud.shape[-2:])
         return (flat - self.linearized.y)[:, 0]
 

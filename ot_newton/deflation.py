@@ -1,0 +1,148 @@
+"""Deflation of the Schur solve: the slow modes of `S^ = I - K^T K`, harvested from the solves themselves.
+
+CG on S^ slows down as eps falls because many singular values of K approach 1. With any basis U of m x p
+vectors, `SU = S^ U` and `M = U^T SU`, CG runs on the projected system (MATH 5)
+
+    (I - SU M^-1 U^T) S^ z = (I - SU M^-1 U^T) b,      w = z - U M^-1 SU^T z + U M^-1 U^T b
+
+whose residual is the true residual of w, however rough U is. U is the Rayleigh-Ritz space of the
+reorthogonalized Krylov bases of the first solves of a plan: their products are known, so the harvest
+costs no plan pass. Carrying U to another plan costs one block product (two passes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ot_newton.solvers.cg import CGResult
+
+if TYPE_CHECKING:
+    from ot_newton.schur import SchurSystem
+
+__all__ = ["Deflation"]
+
+MAX_VECTORS = 100
+MAX_RITZ = 0.8
+MIN_STEPS = 12
+SMALL = 128
+HARVEST_SOLVES = 20
+BUDGET_BYTES = 1 << 28
+
+
+class Deflation:
+    """A deflation space of one lane; empty until a solve has been hard enough to harvest.
+
+    Args:
+        max_vectors: largest p.
+        budget: bytes that basis and recorded steps may take.
+
+    Attributes:
+        size: vectors held now.
+        harvests: solves harvested for the current plan.
+    """
+
+    def __init__(self, max_vectors: int = MAX_VECTORS, budget: int = BUDGET_BYTES) -> None:
+        self.max_vectors, self.budget = max_vectors, budget
+        self.harvests = 0
+        self.basis: Tensor | None = None
+        self.products: Tensor | None = None
+        self.inverse: Tensor | None = None
+        self._owner: SchurSystem | None = None
+
+    @property
+    def size(self) -> int:
+        """Vectors held."""
+        return 0 if self.basis is None else int(self.basis.shape[-1])
+
+    def record_steps(self, b: Tensor) -> int:
+        """CG steps of this block to record: none unless one lane, one column and early in the plan.
+
+        Small systems are left alone: CG ends within their size, and their products stay deterministic.
+        """
+        single = b.shape[0] == 1 and b.shape[2] == 1
+        if not single or b.shape[1] <= SMALL or self.harvests >= HARVEST_SOLVES:
+            return 0
+        steps = self.budget // (5 * b.numel() * b.element_size())
+        return int(steps) if steps >= MIN_STEPS else 0
+
+    def attach(self, system: SchurSystem) -> None:
+        """Make the space that of this system: after a change of plan, re-orthogonalize and re-apply."""
+        if self._owner is system:
+            return
+        self._owner, self.harvests = system, 0
+        if self.basis is None:
+            return
+        if self.basis.shape[1] != system.diag.shape[-1] or self.basis.dtype != system.diag.dtype:
+            self.basis = self.products = self.inverse = None
+            return
+        basis = torch.linalg.qr(system.project(self.basis))[0]
+        basis = torch.linalg.qr(system.project(basis))[0]
+        self._set(basis, system.project(system.normalized_matmat(basis)))
+
+    def _set(self, basis: Tensor, products: Tensor) -> None:
+        """Rayleigh-Ritz on an orthonormal basis; keep the slowest modes."""
+        gram = basis.mT @ products
+        values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
+        floor = 64 * torch.finfo(basis.dtype).eps
+        keep = (values[0] > floor) & (values[0] < MAX_RITZ)
+        order = keep.nonzero()[: self.max_vectors, 0]
+        if order.numel() == 0:
+            self.basis = self.products = self.inverse = None
+            return
+        chosen = vectors[:, :, order]
+        self.basis, self.products = basis @ chosen, products @ chosen
+        inner = self.basis.mT @ self.products
+        self.inverse = torch.linalg.inv((inner + inner.mT) / 2)
+
+    def remove(self, v: Tensor) -> Tensor:
+        """`(I - SU M^-1 U^T) v`."""
+        assert self.basis is not None and self.products is not None
+        return v - self.products @ (self.inverse @ (self.basis.mT @ v))
+
+    def deflated(self, matmul: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The projected operator."""
+        return lambda v: self.remove(matmul(v))
+
+    def project(self, project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Keep directions orthogonal to U to rounding, besides the null space."""
+
+        def both(v: Tensor) -> Tensor:
+            assert self.basis is not None
+            v = project(v)
+            return v - self.basis @ (self.basis.mT @ v)
+
+        return both
+
+    def complete(self, z: Tensor, b: Tensor) -> Tensor:
+        """`z - U M^-1 SU^T z + U M^-1 U^T b`."""
+        assert self.basis is not None and self.products is not None
+        return z + self.basis @ (self.inverse @ (self.basis.mT @ b - self.products.mT @ z))
+
+    def harvest(self, result: CGResult) -> None:
+        """Add the recorded Krylov basis, keep the slowest Ritz vectors; no plan pass."""
+        self.harvests += 1
+        if len(result.path) < MIN_STEPS:
+            return
+        raw = torch.cat([step.z for step in result.path], dim=-1)
+        previous = [torch.zeros_like(result.path[0].hp), *[step.hp for step in result.path[:-1]]]
+        applied = [step.hp - step.beta * old for step, old in zip(result.path, previous, strict=True)]
+        size = raw.square().sum(1, keepdim=True).sqrt()
+        good = (size > 0)[0, 0].nonzero()[:, 0]
+        vectors = (raw / size)[:, :, good]
+        products = (torch.cat(applied, dim=-1) / size)[:, :, good]
+        if self.basis is not None and self.products is not None:
+            # What CG saw was the projected operator: put back the part that was removed.
+            products = products + self.products @ (self.inverse @ (self.products.mT @ vectors))
+            vectors = torch.cat([self.basis, vectors], dim=-1)
+            products = torch.cat([self.products, products], dim=-1)
+        # The joint basis is orthonormal to rounding only; one triangular solve makes it so.
+        factor = torch.linalg.cholesky_ex(vectors.mT @ vectors)
+        if int(factor.info.max()) != 0:
+            return
+        vectors = torch.linalg.solve_triangular(factor.L.mT, vectors, upper=True, left=False)
+        products = torch.linalg.solve_triangular(factor.L.mT, products, upper=True, left=False)
+        self._set(vectors, products)
