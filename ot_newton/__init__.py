@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ot_newton.batch import BatchResult, sinkhorn_batch
     from ot_newton.errors import (
         ConvergenceWarning,
         DegenerateWarning,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "BatchResult": "batch",
     "ConvergenceWarning": "errors",
     "DegenerateWarning": "errors",
     "EigenEstimate": "solvers.spectra",
@@ -58,11 +60,13 @@ _MODULES = {
     "lanczos": "solvers.spectra",
     "ot_cost": "losses",
     "sinkhorn": "solve",
+    "sinkhorn_batch": "batch",
     "sinkhorn_divergence": "losses",
     "spectral_density": "solvers.spectra",
 }
 
 __all__ = [
+    "BatchResult",
     "ConvergenceWarning",
     "DegenerateWarning",
     "EigenEstimate",
@@ -87,6 +91,7 @@ __all__ = [
     "lanczos",
     "ot_cost",
     "sinkhorn",
+    "sinkhorn_batch",
     "sinkhorn_divergence",
     "spectral_density",
 ]

@@ -10,6 +10,7 @@ and `r_i = a_i 2^(w_i + L_i)`: the row marginal comes for free with the next upd
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from ot_newton.potentials import LOG2E, Biases, operands, squared_norms
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter, PlanBackend, Tiles
 
-__all__ = ["FixedPoint", "IterationInfo", "SinkhornOptions", "noise_floor", "run_sinkhorn"]
+__all__ = ["FixedPoint", "IterationInfo", "SinkhornOptions", "Stage", "noise_floor", "run_sinkhorn"]
 
 STALL_WINDOW = 50
 RATE_WINDOW = 10
@@ -125,25 +126,53 @@ class _Side:
 
     def error(self, bias: Tensor, lse: Tensor) -> Tensor:
         """(B,) L1 distance of the plan's marginal from the one asked for, relative to the mass."""
-        marginal = torch.exp2(bias + lse)
-        target = 1.0 if self.exponent is None else torch.exp2(-(bias + self.norms) * self.exponent)
+        ratio = torch.exp2(bias + lse) - self.target(bias)
         # A masked sum: the conjugate of an atom of zero weight may be anything.
-        gap = torch.where(self.weight > 0, (marginal - target).abs() * self.weight, torch.zeros_like(bias))
+        gap = torch.where(self.weight > 0, ratio.abs() * self.weight, torch.zeros_like(bias))
         return gap.double().sum(-1) / self.mass
 
+    def target(self, bias: Tensor) -> Tensor | float:
+        """Marginal asked for, over the weight: 1, or `exp(-f/rho)` on a relaxed side."""
+        return 1.0 if self.exponent is None else torch.exp2(-(bias + self.norms) * self.exponent)
 
-class _Stage:
-    """Everything bound at one eps; `step` moves the biases by one iteration."""
+    def distance(self, bias: Tensor, marginal: Tensor) -> Tensor:
+        """(B,) L1 distance of a marginal at hand from the one asked for, relative to the mass."""
+        gap = torch.where(self.weight > 0, marginal - self.weight * self.target(bias), torch.zeros_like(bias))
+        return gap.abs().double().sum(-1) / self.mass
 
-    def __init__(self, problem: OTProblem, backend: PlanBackend, counter: PassCounter, eps: float) -> None:
+    def take(self, lanes: Tensor) -> _Side:
+        """Some of the lanes."""
+        out = copy.copy(self)
+        out.weight, out.norms, out.mass = self.weight[lanes], self.norms[lanes], self.mass[lanes]
+        return out
+
+
+class Stage:
+    """The lanes of a problem bound at one eps: their tiles and both marginals."""
+
+    def __init__(self, tiles: Tiles, x: _Side, y: _Side, eps: float) -> None:
+        self.tiles, self.x, self.y, self.eps = tiles, x, y, eps
+
+    @classmethod
+    def bind(cls, problem: OTProblem, backend: PlanBackend, counter: PassCounter, eps: float) -> Stage:
+        """Everything of a problem at one eps."""
         c = problem.centred
         q, k = operands(problem, eps)
-        self.eps = eps
-        self.tiles = backend.bind(q, k, counter)
         norm_x, norm_y = squared_norms(problem, eps)
-        mass = c.a.double().sum(-1)
-        self.x = _Side(c.a, norm_x, problem.rho_x, eps, mass)
-        self.y = _Side(c.b, norm_y, problem.rho_y, eps, c.b.double().sum(-1))
+        x = _Side(c.a, norm_x, problem.rho_x, eps, c.a.double().sum(-1))
+        y = _Side(c.b, norm_y, problem.rho_y, eps, c.b.double().sum(-1))
+        return cls(backend.bind(q, k, counter), x, y, eps)
+
+    def take(self, lanes: Tensor) -> Stage:
+        """Some of the lanes, nothing computed again."""
+        return Stage(self.tiles.take(lanes), self.x.take(lanes), self.y.take(lanes), self.eps)
+
+    def two_sided(self, w: Tensor, u: Tensor) -> Tensor:
+        """(B,) larger L1 error of both marginals, from products with the plan: two passes."""
+        plan = self.tiles.plan(w, u, self.x.weight, self.y.weight)
+        r = plan.apply(torch.ones_like(self.y.weight)[:, :, None], 1)[:, :, 0]
+        c = plan.apply(torch.ones_like(self.x.weight)[:, :, None], 0)[:, :, 0]
+        return torch.maximum(self.x.distance(w, r), self.y.distance(u, c))
 
     def lse_x(self, w: Tensor | None, u: Tensor) -> Tensor:
         """`L (B,n)`, stabilized by the current w if there is one."""
@@ -159,7 +188,7 @@ def _schedule(problem: OTProblem, options: SinkhornOptions) -> list[float]:
     largest = problem.cost_scale * problem.centred.max_cost
     if not options.anneal or problem.eps * ANNEAL_FROM >= largest:
         return []
-    steps = min(options.max_iter // 2, int(torch.tensor(largest / problem.eps).log2().ceil()))
+    steps = min(options.max_iter // 2, math.ceil(math.log2(min(largest / problem.eps, 2.0**60))))
     ratio = ANNEAL_RATIO if steps == 0 else (problem.eps / largest) ** (1.0 / steps)
     return [largest * ratio**k for k in range(steps)]
 
@@ -253,7 +282,7 @@ class _Run:
         self.w = None if self.w is None else self.w * factor
         self.u = self.u * factor
 
-    def iterate(self, stage: _Stage, iteration: int, *, judge: bool) -> bool:
+    def iterate(self, stage: Stage, iteration: int, *, judge: bool) -> bool:
         """One check and one iteration at this stage; False when nothing is left to do."""
         symmetric = self.options.update == "symmetric"
         lse = stage.lse_x(self.w, self.u)
@@ -284,7 +313,7 @@ class _Run:
     def _due(self, iteration: int) -> bool:
         return iteration % self.options.check_every == 0 or iteration >= self.options.max_iter
 
-    def audit(self, stage: _Stage) -> Tensor:
+    def audit(self, stage: Stage) -> Tensor:
         """(B,) larger L1 error of both sides at the final biases."""
         assert self.w is not None
         row = stage.x.error(self.w, stage.lse_x(self.w, self.u))
@@ -303,10 +332,10 @@ class _Run:
         else:
             self.w, self.u = init.row.clone(), init.col.clone()
         for step, eps in enumerate(schedule):
-            stage = _Stage(problem, self.backend, self.counter, eps)
+            stage = Stage.bind(problem, self.backend, self.counter, eps)
             self.iterate(stage, step, judge=False)
             self.rescale(eps / (schedule[step + 1] if step + 1 < len(schedule) else final))
-        stage = _Stage(problem, self.backend, self.counter, final)
+        stage = Stage.bind(problem, self.backend, self.counter, final)
         iteration = len(schedule)
         while self.iterate(stage, iteration, judge=True):
             iteration += 1

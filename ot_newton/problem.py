@@ -37,7 +37,7 @@ def as_tensor(name: str, value: Any) -> Tensor:
             array = np.asarray(value)
             if array.dtype == object:
                 raise TypeError("object array")
-            tensor = torch.from_numpy(np.array(array, order="C", copy=True))
+            tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))
         except (TypeError, ValueError) as error:
             kind = type(value).__name__
             raise TypeError(f"{name} must be a tensor, a numpy array or nested numbers, got {kind}") from error
@@ -45,7 +45,7 @@ def as_tensor(name: str, value: Any) -> Tensor:
         raise TypeError(f"{name} must be a real dense tensor, got {tensor.dtype}, layout {tensor.layout}")
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.get_default_dtype())
-    return tensor
+    return tensor.contiguous()
 
 
 def _check_cloud(name: str, cloud: Tensor) -> None:

@@ -98,6 +98,10 @@ class Tiles(Protocol):
         """
         ...
 
+    def take(self, lanes: Tensor) -> Tiles:
+        """Some of the lanes (indices), sharing the counter; nothing is computed again."""
+        ...
+
     def plan(self, row_bias: Tensor, col_bias: Tensor, a: Tensor, b: Tensor) -> Plan:
         """The plan with biases w = ``row_bias`` (B,n), u = ``col_bias`` (B,m) and weights a, b."""
         ...

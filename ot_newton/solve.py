@@ -26,7 +26,7 @@ from ot_newton.problem import OTProblem, as_tensor
 from ot_newton.protocols import PassCounter, PlanBackend
 from ot_newton.result import SinkhornResult
 
-__all__ = ["sinkhorn"]
+__all__ = ["sinkhorn", "start_biases", "tolerance"]
 
 FLOAT64_TOL = 1e-9
 FLOAT32_FLOOR_FACTOR = 10.0
@@ -35,7 +35,7 @@ METHODS = ("auto", "sinkhorn", "newton")
 PATIENCE = 200.0
 
 
-def _tolerance(problem: OTProblem, tol: float | None) -> tuple[float, float]:
+def tolerance(problem: OTProblem, tol: float | None) -> tuple[float, float]:
     """(tolerance, noise floor); a tolerance below the floor is raised to it, with one warning."""
     floor = noise_floor(problem)
     if tol is None:
@@ -53,7 +53,7 @@ def _tolerance(problem: OTProblem, tol: float | None) -> tuple[float, float]:
     return tol, floor
 
 
-def _start(problem: OTProblem, init: Any) -> Biases | None:
+def start_biases(problem: OTProblem, init: Any) -> Biases | None:
     """Biases of a start: a result, `Potentials` or a pair (f, g)."""
     if init is None:
         return None
@@ -153,11 +153,11 @@ def sinkhorn(
     if update == "self":
         _check_self(problem)
     name = choose_backend(backend, problem.device, problem.n, problem.m, problem.lanes)
-    start = _start(problem, init)
-    tolerance, floor = _tolerance(problem, tol)
+    start = start_biases(problem, init)
+    limit, floor = tolerance(problem, tol)
     counter = PassCounter()
     options = SinkhornOptions(
-        tol=tolerance,
+        tol=limit,
         max_iter=cap,
         update=update,
         anneal=anneal is not False,
@@ -173,7 +173,7 @@ def sinkhorn(
         iterations=end.n_iter,
         errors=end.marginal_error,
         noise_floor=floor,
-        tol=tolerance,
+        tol=limit,
         counter=counter,
         history=end.history,
         backend=name,

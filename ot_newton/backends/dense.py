@@ -52,63 +52,79 @@ class DensePlan:
         return self.matrix
 
 
-class DenseTiles:
-    """`q.k` stored, plus one absorbed kernel per lane."""
+class _Lane:
+    """One lane: `q.k` stored, and a kernel with the biases of some moment absorbed."""
 
-    def __init__(self, q: Tensor, k: Tensor, counter: PassCounter) -> None:
-        self.counter = counter
-        self.dots = q @ k.mT
+    def __init__(self, dots: Tensor) -> None:
+        self.dots = dots
         self.kernel: Tensor | None = None
-        self.row0 = torch.empty(0)
-        self.col0 = torch.empty(0)
+        self.row0 = self.col0 = dots
 
-    def _kernel(self, row_bias: Tensor, col_bias: Tensor) -> Tensor:
-        """The absorbed kernel, renewed in the lanes whose biases have moved too far."""
-        if self.kernel is None:
-            self.row0, self.col0 = row_bias.clone(), col_bias.clone()
-            self.kernel = exp2_flushed_(self.dots + (row_bias[:, :, None] + col_bias[:, None, :]))
-            return self.kernel
-        moved = torch.maximum(
-            (row_bias - self.row0).abs().amax(-1), (col_bias - self.col0).abs().amax(-1)
-        )
-        stale = ~(moved <= ABSORB_BITS)
-        for lane in stale.nonzero()[:, 0].tolist():
-            self.row0[lane], self.col0[lane] = row_bias[lane], col_bias[lane]
-            fresh = self.dots[lane] + (row_bias[lane][:, None] + col_bias[lane][None, :])
-            self.kernel[lane] = exp2_flushed_(fresh)
+    def _absorb(self, row_bias: Tensor, col_bias: Tensor) -> Tensor:
+        """The absorbed kernel, made anew when the biases have moved too far from its own."""
+        if self.kernel is not None:
+            moved = torch.maximum((row_bias - self.row0).abs().max(), (col_bias - self.col0).abs().max())
+            if bool(moved <= ABSORB_BITS):
+                return self.kernel
+        self.row0, self.col0 = row_bias.clone(), col_bias.clone()
+        self.kernel = exp2_flushed_(self.dots + (row_bias[:, None] + col_bias[None, :]))
         return self.kernel
+
+    def sums(self, bias: Tensor, weight: Tensor, axis: int, stabilizer: Tensor) -> Tensor:
+        """`sum weight 2^(q.k + bias + stabilizer)` along an axis: one matrix-vector product."""
+        row_bias, col_bias = (stabilizer, bias) if axis == 1 else (bias, stabilizer)
+        kernel = self._absorb(row_bias, col_bias)
+        kernel = kernel if axis == 1 else kernel.mT
+        bias0, stabilizer0 = (self.col0, self.row0) if axis == 1 else (self.row0, self.col0)
+        return (kernel @ (weight * (bias - bias0).exp2())) * (stabilizer - stabilizer0).exp2()
+
+    def log_sums(self, bias: Tensor, weight: Tensor, axis: int) -> Tensor:
+        """The max-stabilized log-sum-exp of the same."""
+        dots = self.dots if axis == 1 else self.dots.mT
+        terms = dots + (bias + log2_weight(weight))[None, :]
+        top = terms.amax(-1, keepdim=True)
+        top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
+        return (terms - top).exp2_().sum(-1).log2() + top.squeeze(-1)
+
+
+class DenseTiles:
+    """Lanes one by one, so that no bit of a lane depends on its neighbours."""
+
+    def __init__(self, lanes: list[_Lane], counter: PassCounter) -> None:
+        self.lanes, self.counter = lanes, counter
+
+    def take(self, lanes: Tensor) -> DenseTiles:
+        """See `Tiles.take`."""
+        return DenseTiles([self.lanes[k] for k in lanes.tolist()], self.counter)
 
     def lse(
         self, bias: Tensor, weight: Tensor, axis: int, stabilizer: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Tiles.lse`."""
+        """See `Tiles.lse`. A lane whose sums pass the guard keeps its one-pass result."""
+        out: list[Tensor | None] = [None] * len(self.lanes)
+        totals: list[Tensor] = []
         if stabilizer is not None:
             self.counter.add()
-            row_bias, col_bias = (stabilizer, bias) if axis == 1 else (bias, stabilizer)
-            kernel = self._kernel(row_bias, col_bias)
-            kernel = kernel if axis == 1 else kernel.mT
-            bias0, stabilizer0 = (self.col0, self.row0) if axis == 1 else (self.row0, self.col0)
-            total = _matvec(kernel, weight * (bias - bias0).exp2())
-            total = total * (stabilizer - stabilizer0).exp2()
-            if guard_ok(total):
-                return total.log2() - stabilizer, total
-        self.counter.add(2)
-        dots = self.dots if axis == 1 else self.dots.mT
-        terms = dots + (bias + log2_weight(weight))[:, None, :]
-        top = terms.amax(-1, keepdim=True)
-        top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
-        return (terms - top).exp2_().sum(-1).log2() + top.squeeze(-1), None
+            for k, lane in enumerate(self.lanes):
+                total = lane.sums(bias[k], weight[k], axis, stabilizer[k])
+                if guard_ok(total):
+                    out[k] = total.log2() - stabilizer[k]
+                    totals.append(total)
+        if len(totals) < len(self.lanes):
+            self.counter.add(2)
+        rows = [
+            lane.log_sums(bias[k], weight[k], axis) if done is None else done
+            for k, (lane, done) in enumerate(zip(self.lanes, out, strict=True))
+        ]
+        return torch.stack(rows), torch.stack(totals) if len(totals) == len(rows) else None
 
     def plan(self, row_bias: Tensor, col_bias: Tensor, a: Tensor, b: Tensor) -> DensePlan:
         """See `Tiles.plan`."""
-        exponent = self.dots + (mask_bias(row_bias, a)[:, :, None] + mask_bias(col_bias, b)[:, None, :])
-        matrix = exp2_flushed_(exponent).mul_(a[:, :, None]).mul_(b[:, None, :])
-        return DensePlan(matrix, self.counter)
-
-
-def _matvec(matrix: Tensor, v: Tensor) -> Tensor:
-    """Lane-wise product; a lane's bits do not depend on its neighbours."""
-    return torch.stack([m @ w for m, w in zip(matrix, v, strict=True)])
+        row, col = mask_bias(row_bias, a), mask_bias(col_bias, b)
+        parts = [
+            exp2_flushed_(lane.dots + (row[k][:, None] + col[k][None, :])) for k, lane in enumerate(self.lanes)
+        ]
+        return DensePlan(torch.stack(parts).mul_(a[:, :, None]).mul_(b[:, None, :]), self.counter)
 
 
 class DenseBackend:
@@ -118,4 +134,4 @@ class DenseBackend:
 
     def bind(self, q: Tensor, k: Tensor, counter: PassCounter) -> DenseTiles:
         """See `PlanBackend.bind`."""
-        return DenseTiles(q, k, counter)
+        return DenseTiles([_Lane(one @ other.mT) for one, other in zip(q, k, strict=True)], counter)

@@ -118,6 +118,10 @@ class TorchTiles:
             out.append(tile.sub_(top).exp2_().sum(-1).log2() + top.squeeze(-1))
         return torch.cat(out, dim=1), None
 
+    def take(self, lanes: Tensor) -> TorchTiles:
+        """See `Tiles.take`."""
+        return TorchTiles(self.q[lanes], self.k[lanes], self.counter)
+
     def plan(self, row_bias: Tensor, col_bias: Tensor, a: Tensor, b: Tensor) -> TorchTilesPlan:
         """See `Tiles.plan`."""
         return TorchTilesPlan(self, row_bias, col_bias, a, b)

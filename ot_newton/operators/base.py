@@ -47,9 +47,10 @@ def to_tensor(v: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         if v.is_complex():
             raise TypeError(f"vector must be real, got {v.dtype}")
         return v.to(dtype)
-    array = np.array(v, order="C", copy=True)
+    array = np.asarray(v)
     if array.dtype.kind not in "fiub":
         raise TypeError(f"vector must be real numbers, got dtype {array.dtype}")
+    array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
     return torch.from_numpy(array).to(dtype=dtype, device=device)
 
 
