@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ot_newton.directions import Direction, HessianStats
 from ot_newton.errors import ConvergenceWarning
-from ot_newton.hessian import Direction, HessianStats
 from ot_newton.problem import HALF, OTProblem, as_tensor
 from ot_newton.result import SinkhornResult
 
@@ -136,8 +136,8 @@ class SelfTerm:
 def _warn_unconverged(converged: bool, residual: float, rtol: float) -> None:
     if not converged:
         warnings.warn(
-            f"double backward of an OT loss: Schur solve ended at relative residual {residual:.1e}, tolerance "
-            f"{rtol:.0e}; raise max_cg, loosen rtol or use float64",
+            f"double backward of an OT loss: Schur solve ended at relative residual {residual:.1e}, "
+            f"tolerance {rtol:.0e}; raise max_cg, loosen rtol or use float64",
             ConvergenceWarning,
             stacklevel=3,
         )
@@ -217,7 +217,7 @@ class _Value(torch.autograd.Function):
             for letter, g, move in zip(letters, gradients, moves, strict=True)
             if move is not None
         ]
-        total: Tensor = torch.stack(torch.broadcast_tensors(*parts)).sum(0)
+        total: Tensor = sum(parts[1:], start=parts[0])
         return total
 
     @staticmethod
@@ -293,7 +293,11 @@ class _Guard(torch.autograd.Function):
 
 
 def _second(
-    recipe: Recipe, have: tuple[bool, ...], want: tuple[bool, ...], v: Sequence[Tensor], points: Sequence[Tensor]
+    recipe: Recipe,
+    have: tuple[bool, ...],
+    want: tuple[bool, ...],
+    v: Sequence[Tensor],
+    points: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     guarded = _Guard.apply(*points)  # type: ignore[no-untyped-call]
     out: tuple[Tensor, ...] = _Second.apply(recipe, have, want, 0, *v, *guarded)  # type: ignore[no-untyped-call]
@@ -321,7 +325,9 @@ class _Second(torch.autograd.Function):
         out = term.second(Direction(**parts), wanted)
         return tuple(
             _from_lanes(product, part) if product is not None else torch.zeros_like(part)
-            for product, part in ((getattr(out, letter), part) for letter, part in zip(letters, v, strict=True))
+            for product, part in (
+                (getattr(out, letter), part) for letter, part in zip(letters, v, strict=True)
+            )
         )
 
     @staticmethod
@@ -395,7 +401,9 @@ def prepare(x: Any, y: Any, a: Any, b: Any) -> tuple[Tensor, ...]:
     weights = []
     for name, weight, cloud in (("a", a, x), ("b", b, y)):
         if weight is None and good:
-            weight = torch.full(cloud.shape[-2:-1], 1.0 / cloud.shape[-2], dtype=cloud.dtype, device=cloud.device)
+            weight = torch.full(
+                cloud.shape[-2:-1], 1.0 / cloud.shape[-2], dtype=cloud.dtype, device=cloud.device
+            )
         elif weight is not None and not isinstance(weight, Tensor):
             weight = as_tensor(name, weight)
         good = good and weight.dim() >= 1 and weight.shape[-1] == cloud.shape[-2]
@@ -409,7 +417,8 @@ def prepare(x: Any, y: Any, a: Any, b: Any) -> tuple[Tensor, ...]:
     if dtype in HALF or not dtype.is_floating_point:
         dtype = torch.float32 if dtype in HALF else torch.get_default_dtype()
     try:
-        shape = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], *(w.shape[:-1] for w in weights))
+        lead = (x.shape[:-2], y.shape[:-2], *(w.shape[:-1] for w in weights))
+        shape = torch.broadcast_shapes(*lead)  # type: ignore[no-untyped-call]
     except RuntimeError:
         OTProblem(x, y, a, b, eps=1.0)
         raise

@@ -82,19 +82,23 @@ def _single(problems: Any) -> list[OTProblem]:
         return [problems.lane(k) for k in range(problems.lanes)]
     if not isinstance(problems, Sequence) or not all(isinstance(p, OTProblem) for p in problems):
         raise TypeError(
-            f"problems must be a sequence of OTProblem or one batched OTProblem, got {type(problems).__name__}"
+            "problems must be a sequence of OTProblem or one batched OTProblem, "
+            f"got {type(problems).__name__}"
         )
     if not problems:
         raise ValueError("problems must hold at least one OTProblem, got an empty sequence")
     first = problems[0]
     for k, problem in enumerate(problems):
         if problem.batch_shape:
-            raise ValueError(f"problems[{k}] must be a single problem, got batch {tuple(problem.batch_shape)}")
+            raise ValueError(
+                f"problems[{k}] must be a single problem, got batch {tuple(problem.batch_shape)}"
+            )
         for name in ("eps", "cost_scale", "rho_x", "rho_y", "d", "dtype", "device"):
             own, other = getattr(problem, name), getattr(first, name)
             if own != other:
                 raise ValueError(
-                    f"problems[{k}].{name} must equal problems[0].{name} to share a batch, got {own} and {other}"
+                    f"problems[{k}].{name} must equal problems[0].{name} to share a batch, "
+                    f"got {own} and {other}"
                 )
     return list(problems)
 

@@ -100,7 +100,7 @@ class Deflation:
 
     def remove(self, v: Tensor) -> Tensor:
         """`(I - SU M^-1 U^T) v`."""
-        assert self.basis is not None and self.products is not None
+        assert self.basis is not None and self.products is not None and self.inverse is not None
         return v - self.products @ (self.inverse @ (self.basis.mT @ v))
 
     def deflated(self, matmul: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -119,7 +119,7 @@ class Deflation:
 
     def complete(self, z: Tensor, b: Tensor) -> Tensor:
         """`z - U M^-1 SU^T z + U M^-1 U^T b`."""
-        assert self.basis is not None and self.products is not None
+        assert self.basis is not None and self.products is not None and self.inverse is not None
         return z + self.basis @ (self.inverse @ (self.basis.mT @ b - self.products.mT @ z))
 
     def harvest(self, result: CGResult) -> None:
@@ -134,7 +134,7 @@ class Deflation:
         good = (size > 0)[0, 0].nonzero()[:, 0]
         vectors = (raw / size)[:, :, good]
         products = (torch.cat(applied, dim=-1) / size)[:, :, good]
-        if self.basis is not None and self.products is not None:
+        if self.basis is not None and self.products is not None and self.inverse is not None:
             # What CG saw was the projected operator: put back the part that was removed.
             products = products + self.products @ (self.inverse @ (self.products.mT @ vectors))
             vectors = torch.cat([self.basis, vectors], dim=-1)

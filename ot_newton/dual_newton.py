@@ -62,8 +62,10 @@ class _Dual:
         """Dual value at (w+dw, u+du) minus that at (w, u), in float64, from differences only.
 
         Args:
-            w, u: biases.
-            dw, du: their changes.
+            w: (1,n) biases of x.
+            u: (1,m) biases of y.
+            dw: their change.
+            du: their change.
             mass: (1,) mass of the plan at (w, u).
             moved_mass: (1,) mass after the move.
         """
@@ -94,7 +96,14 @@ class _Dual:
         return plan.apply(torch.ones_like(self.b)[:, :, None], 1).double().sum((1, 2))
 
     def step(
-        self, plan: Plan, r: Tensor, c: Tensor, gap_x: Tensor, gap_y: Tensor, forcing: float, targets: tuple[Tensor, Tensor]
+        self,
+        plan: Plan,
+        r: Tensor,
+        c: Tensor,
+        gap_x: Tensor,
+        gap_y: Tensor,
+        forcing: float,
+        targets: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Newton direction in bias units, `(dw (1,n), du (1,m))`."""
         eps = self.problem.eps
@@ -137,9 +146,7 @@ class _Newton:
 
     def polish(self, biases: Biases, count: int) -> FixedPoint:
         """A few plain Sinkhorn iterations: the safeguard; they never decrease the dual."""
-        quiet = replace(
-            self.options, max_iter=count, anneal=False, callback=None, patience=float("inf")
-        )
+        quiet = replace(self.options, max_iter=count, anneal=False, callback=None, patience=float("inf"))
         return run_sinkhorn(self.problem, self.backend, quiet, self.counter, biases)
 
     def terminate(self) -> Status | None:

@@ -64,9 +64,7 @@ class Status(enum.Enum):
     CONVERGED = "fixed point reached: marginal error within the tolerance"
     MAX_ITER = "iteration limit reached before the tolerance: raise max_iter or start closer"
     BUDGET = "budget of Hessian-vector products or plan passes spent: raise it and resume"
-    STAGNATION = (
-        "no further progress at this precision: use float64, or accept the tolerance reached"
-    )
+    STAGNATION = "no further progress at this precision: use float64, or accept the tolerance reached"
     LINE_SEARCH = "no step length decreased the loss: check its gradient with check_hvp"
     UNBOUNDED = "the loss decreases without bound: add a regularizer or constrain the problem"
     NAN = "a value that is not finite appeared: look at the input scale, eps and the start"

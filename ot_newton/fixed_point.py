@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ot_newton.errors import Status
-from ot_newton.potentials import LOG2E, Biases, operands, squared_norms
+from ot_newton.potentials import Biases, operands, squared_norms
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter, PlanBackend, Tiles
 

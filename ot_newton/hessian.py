@@ -17,12 +17,22 @@ to rounding, and the shift D of the centred clouds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ot_newton.deflation import Deflation
+from ot_newton.directions import (
+    Direction,
+    HessianStats,
+    TransposedPlan,
+    dot_size,
+    flatten_columns,
+    rowdot,
+    total_of,
+    unflatten_block,
+)
 from ot_newton.potentials import Biases
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter, Plan
@@ -31,105 +41,10 @@ from ot_newton.schur import SchurSolve, SchurSystem, SelfSystem, safe_inverse
 __all__ = ["Direction", "HessianStats", "LinearizedPlan", "TransposedPlan", "gradient_x"]
 
 
-class TransposedPlan:
-    """`P^T` as a plan: the two sides change roles."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def apply(self, v: Tensor, axis: int) -> Tensor:
-        """See `Plan.apply`."""
-        return self.plan.apply(v, 1 - axis)
-
-    def apply_hadamard(
-        self, left: Tensor, right: Tensor, v: Tensor, axis: int, transport: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `Plan.apply_hadamard`."""
-        return self.plan.apply_hadamard(right, left, v, 1 - axis, transport)
-
-    def to_dense(self) -> Tensor:
-        """See `Plan.to_dense`."""
-        return self.plan.to_dense().mT
-
-
-@dataclass(frozen=True, eq=False)
-class Direction:
-    """A block of K directions or of K products; None where a part is absent.
-
-    Attributes:
-        x: (B,K,n,d).
-        y: (B,K,m,d).
-        a: (B,K,n).
-        b: (B,K,m).
-    """
-
-    x: Tensor | None = None
-    y: Tensor | None = None
-    a: Tensor | None = None
-    b: Tensor | None = None
-
-    @property
-    def swapped(self) -> Direction:
-        """x and y, a and b exchanged."""
-        return Direction(self.y, self.x, self.b, self.a)
-
-
-@dataclass
-class HessianStats:
-    """Counters of one Hessian; a block product counts once in ``n_block`` and K times in ``n_hvp``.
-
-    Attributes:
-        n_hvp: products with a single vector.
-        n_block: calls.
-        cg_iterations: CG steps, all calls together.
-        plan_passes: passes of these calls.
-        residual: worst relative residual of the last call's Schur solve.
-        worst_residual: worst of all calls.
-        converged: whether every Schur solve so far met its tolerance.
-        reasons: exits of the last call's CG.
-    """
-
-    n_hvp: int = 0
-    n_block: int = 0
-    cg_iterations: int = 0
-    plan_passes: int = 0
-    residual: float = 0.0
-    worst_residual: float = 0.0
-    converged: bool = True
-    reasons: tuple[str, ...] = field(default=())
-
-    def record(self, columns: int, passes: int, solve: SchurSolve) -> None:
-        """Add one call."""
-        self.n_hvp += columns
-        self.n_block += 1
-        self.cg_iterations += solve.iterations
-        self.plan_passes += passes
-        self.residual = float(solve.residual.max()) if solve.residual.numel() else 0.0
-        self.worst_residual = max(self.worst_residual, self.residual)
-        self.converged = self.converged and solve.converged
-        self.reasons = solve.reasons
-
-
 def gradient_x(s: float, x: Tensor, marginal: Tensor, transported: Tensor, shift: Tensor) -> Tensor:
     """`2s (r_i x_i - (P y)_i)` for the centred clouds, with the shift put back (MATH 2, 4), (B,n,d)."""
     at_zero = marginal[:, :, None] * (x + shift[:, None, :].to(x.dtype)) - transported
     return 2.0 * s * at_zero
-
-
-def _rowdot(u: Tensor, v: Tensor) -> Tensor:
-    return (u * v).sum(-1)
-
-
-def _columns(v: Tensor) -> Tensor:
-    """(B,K,n[,d]) -> (B,n,K[*d]): columns of one transport."""
-    if v.dim() == 3:
-        return v.mT
-    return v.permute(0, 2, 1, 3).reshape(v.shape[0], v.shape[2], -1)
-
-
-def _block(columns: Tensor, k: int) -> Tensor:
-    """(B,n,K*d) -> (B,K,n,d)."""
-    return columns.reshape(columns.shape[0], columns.shape[1], k, -1).permute(0, 2, 1, 3)
 
 
 @dataclass
@@ -268,7 +183,7 @@ class LinearizedPlan:
         rhs1, scale1 = self._row_rhs(moments, v)
         system = self.system()
         rhs, scale = self._schur_rhs(system, moments, v, rhs1, scale1)
-        solve = system.solve(_columns(rhs), _columns(scale), rtol, max_cg)
+        solve = system.solve(flatten_columns(rhs), flatten_columns(scale), rtol, max_cg)
         w2 = solve.w.mT
         out = self._assemble(moments, v, given, w2, want)
         columns = w2.shape[0] * w2.shape[1]
@@ -298,7 +213,7 @@ class LinearizedPlan:
         both = self._effective_weights(Direction(v.x, v.x, v.a, v.a))
         moments = self._moments(both)
         rhs, scale = self._row_rhs(moments, both)
-        solve = self.self_system().solve(_columns(rhs), _columns(scale), rtol, max_cg)
+        solve = self.self_system().solve(flatten_columns(rhs), flatten_columns(scale), rtol, max_cg)
         w = solve.w.mT
         moments.pt_vx = moments.p_vy
         out = self._assemble(moments, both, Direction(v.x, v.x, v.a, v.a), w, want)
@@ -342,9 +257,9 @@ class LinearizedPlan:
         m.vy_fixed = self._fix(v.y, lambda: self.columns()[0])
         if m.vy_fixed is not None:
             k = m.vy_fixed.shape[1]
-            along = _rowdot(self.y[:, None], m.vy_fixed)
-            out = self.plan.apply(torch.cat([_columns(m.vy_fixed), _columns(along)], dim=-1), 1)
-            m.p_vy = _block(out[..., :-k], k)
+            along = rowdot(self.y[:, None], m.vy_fixed)
+            out = self.plan.apply(torch.cat([flatten_columns(m.vy_fixed), flatten_columns(along)], dim=-1), 1)
+            m.p_vy = unflatten_block(out[..., :-k], k)
             m.p_yvy = out[..., -k:].mT
         return m
 
@@ -354,14 +269,14 @@ class LinearizedPlan:
         terms: list[Tensor] = []
         size: list[Tensor] = []
         if m.vx_fixed is not None and m.vx is not None:
-            terms += [_rowdot(self.x[:, None], m.vx_fixed) * r[:, None], -_rowdot(m.vx_fixed, py[:, None])]
-            size += [_size(self.x, m.vx) * r[:, None], _size(py, m.vx)]
+            terms += [rowdot(self.x[:, None], m.vx_fixed) * r[:, None], -rowdot(m.vx_fixed, py[:, None])]
+            size += [dot_size(self.x, m.vx) * r[:, None], dot_size(py, m.vx)]
         if m.p_vy is not None and m.p_yvy is not None and m.vy is not None:
-            terms += [-_rowdot(self.x[:, None], m.p_vy), m.p_yvy]
+            terms += [-rowdot(self.x[:, None], m.p_vy), m.p_yvy]
             reach = m.vy.abs().amax((-2, -1))[:, :, None] * r[:, None]
             span = self.x.abs().sum(-1)[:, None] + self.y.abs().sum(-1).amax(-1)[:, None, None]
             size += [span * reach]
-        out, scale = (2 * self.s * _total(t, self._shape(v, self.x)) for t in (terms, size))
+        out, scale = (2 * self.s * total_of(t, self._shape(v, self.x)) for t in (terms, size))
         if v.a is not None:
             out, scale = out + self.eps * v.a, scale + self.eps * v.a.abs()
         return out, scale
@@ -378,23 +293,23 @@ class LinearizedPlan:
         k = rhs1.shape[1]
         inverse = system.row_inverse.squeeze(-1)[:, None]
         eliminated = -inverse * rhs1
-        parts = [_columns(eliminated), _columns(inverse * scale1)]
+        parts = [flatten_columns(eliminated), flatten_columns(inverse * scale1)]
         if m.vx_fixed is not None:
-            along = 2 * self.s * _rowdot(self.x[:, None], m.vx_fixed)
-            parts[0] = _columns(eliminated + along)
-            parts.append(_columns(m.vx_fixed))
+            along = 2 * self.s * rowdot(self.x[:, None], m.vx_fixed)
+            parts[0] = flatten_columns(eliminated + along)
+            parts.append(flatten_columns(m.vx_fixed))
         moved = self.plan.apply(torch.cat(parts, dim=-1), 0)
         rhs, scale = moved[..., :k].mT, 2 * moved[..., k : 2 * k].mT
         if m.vx_fixed is not None:
-            m.pt_vx = _block(moved[..., 2 * k :], k)
-            rhs = rhs - 2 * self.s * _rowdot(self.y[:, None], m.pt_vx)
+            m.pt_vx = unflatten_block(moved[..., 2 * k :], k)
+            rhs = rhs - 2 * self.s * rowdot(self.y[:, None], m.pt_vx)
         if m.vx is not None:
             reach = m.vx.abs().amax((-2, -1))[:, :, None]
             scale = scale + 2 * self.s * (self.y.abs().sum(-1) * c)[:, None] * reach
         if m.vy_fixed is not None and m.vy is not None:
-            own = _rowdot(self.y[:, None], m.vy_fixed) * c[:, None] - _rowdot(m.vy_fixed, ptx[:, None])
+            own = rowdot(self.y[:, None], m.vy_fixed) * c[:, None] - rowdot(m.vy_fixed, ptx[:, None])
             rhs = rhs + 2 * self.s * own
-            scale = scale + 2 * self.s * (_size(self.y, m.vy) * c[:, None] + _size(ptx, m.vy))
+            scale = scale + 2 * self.s * (dot_size(self.y, m.vy) * c[:, None] + dot_size(ptx, m.vy))
         if v.b is not None:
             rhs, scale = rhs + self.eps * v.b, scale + self.eps * v.b.abs()
         return rhs, scale
@@ -402,11 +317,11 @@ class LinearizedPlan:
     def _assemble(self, m: _Moments, v: Direction, given: Direction, w2: Tensor, want: str) -> Direction:
         """The products from w2, with one Hadamard pass per side asked for."""
         s, r, py = self.s, self.rows()[0], self.rows()[1]
-        col = w2 if m.vy_fixed is None else w2 - 2 * s * _rowdot(self.y[:, None], m.vy_fixed)
+        col = w2 if m.vy_fixed is None else w2 - 2 * s * rowdot(self.y[:, None], m.vy_fixed)
         m0, m1 = self._hadamard(m, col)
         row = -m0 if v.a is None else self.eps * v.a - m0
         if m.vx_fixed is not None and self.relax[0] != 1.0:
-            row = row + 2 * s * _rowdot(self.x[:, None], m.vx_fixed) * r[:, None] * (1 - self.relax[0])
+            row = row + 2 * s * rowdot(self.x[:, None], m.vx_fixed) * r[:, None] * (1 - self.relax[0])
         row = row * safe_inverse(r * self.relax[0])[:, None]
         hx = hy = None
         if "x" in want:
@@ -481,19 +396,25 @@ class LinearizedPlan:
         w1 = row
         if m.vx is not None and m.vx_fixed is not None:
             mean = (m.vx - m.vx_fixed)[:, :, :1]
-            w1 = w1 + 2 * s * (_rowdot(self.x[:, None], m.vx) + _rowdot(shift, m.vx))
-            w2 = w2 - 2 * s * _rowdot(self.y[:, None], mean)
+            w1 = w1 + 2 * s * (rowdot(self.x[:, None], m.vx) + rowdot(shift, m.vx))
+            w2 = w2 - 2 * s * rowdot(self.y[:, None], mean)
         if m.vy is not None and m.vy_fixed is not None:
             mean = (m.vy - m.vy_fixed)[:, :, :1]
-            w1 = w1 - 2 * s * _rowdot(self.x[:, None], mean)
-            w2 = w2 + 2 * s * _rowdot(self.y[:, None], mean) - 2 * s * _rowdot(shift, m.vy)
+            w1 = w1 - 2 * s * rowdot(self.x[:, None], mean)
+            w2 = w2 + 2 * s * rowdot(self.y[:, None], mean) - 2 * s * rowdot(shift, m.vy)
         return (
             self._weight_gradient(w1, v.a, v.b, self.a, self.relax[0], self.rows()[0]),
             self._weight_gradient(w2, v.b, v.a, self.b, self.relax[1], self.columns()[0]),
         )
 
     def _weight_gradient(
-        self, w: Tensor, dv: Tensor | None, other: Tensor | None, weight: Tensor, relax: float, marginal: Tensor
+        self,
+        w: Tensor,
+        dv: Tensor | None,
+        other: Tensor | None,
+        weight: Tensor,
+        relax: float,
+        marginal: Tensor,
     ) -> Tensor:
         """Derivative of `dOT/da` from that of the absorbed potential `F = f + eps log a`."""
         positive = weight[:, None] > 0
@@ -510,15 +431,3 @@ class LinearizedPlan:
 
 
 _SWAP = str.maketrans("xyab", "yxba")
-
-
-def _size(cloud: Tensor, v: Tensor) -> Tensor:
-    """`sum_k |cloud_ik v_ik|`: the scale of a row dot product."""
-    return (cloud[:, None].abs() * v.abs().amax(-2, keepdim=True)).sum(-1)
-
-
-def _total(terms: list[Tensor], shape: tuple[Tensor, int]) -> Tensor:
-    if terms:
-        return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
-    cloud, k = shape
-    return torch.zeros(cloud.shape[0], k, cloud.shape[1], dtype=cloud.dtype, device=cloud.device)

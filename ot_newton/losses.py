@@ -1,12 +1,13 @@
 """Losses a user writes: `ot_cost`, `sinkhorn_divergence` and the module `SinkhornLoss`.
 
-    OT_eps(x, y)                                                             (debias=False)
-    S(x, y) = OT(x,y) - OT(x,x)/2 - OT(y,y)/2 + (eps/2)(sum a - sum b)^2     (debias=True; MATH 6)
+OT_eps(x, y)                                                             (debias=False)
+S(x, y) = OT(x,y) - OT(x,x)/2 - OT(y,y)/2 + (eps/2)(sum a - sum b)^2     (debias=True; MATH 6)
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,7 +88,7 @@ class SinkhornLoss(torch.nn.Module):
         unknown = set(options) - set(SOLVE_OPTIONS)
         if unknown:
             raise TypeError(
-                f"unknown option {sorted(unknown)[0]!r}: SinkhornLoss takes {', '.join(SOLVE_OPTIONS)} of sinkhorn"
+                f"unknown option {sorted(unknown)[0]!r}: SinkhornLoss takes {', '.join(SOLVE_OPTIONS)}"
             )
         self.debias, self.warm_start, self.options = bool(debias), bool(warm_start), options
         self.last_terms: dict[str, Term] = {}
@@ -96,7 +97,9 @@ class SinkhornLoss(torch.nn.Module):
         self._frozen = False
 
     @classmethod
-    def from_geomloss(cls, blur: float = 0.05, reach: float | None = None, debias: bool = True, **options: Any) -> SinkhornLoss:
+    def from_geomloss(
+        cls, blur: float = 0.05, reach: float | None = None, debias: bool = True, **options: Any
+    ) -> SinkhornLoss:
         """The loss that `geomloss.SamplesLoss("sinkhorn", p=2, blur=blur, reach=reach)` approximates.
 
         `cost_scale = 1/2`, `eps = blur^2`, `rho = reach^2`. GeomLoss's unbalanced OT value is ours minus
@@ -108,7 +111,9 @@ class SinkhornLoss(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Parameters, for `print(loss)`."""
-        rho = "".join(f", {k}={v:g}" for k, v in (("rho_x", self.rho_x), ("rho_y", self.rho_y)) if v is not None)
+        rho = "".join(
+            f", {k}={v:g}" for k, v in (("rho_x", self.rho_x), ("rho_y", self.rho_y)) if v is not None
+        )
         return f"eps={self.eps:g}, debias={self.debias}, cost_scale={self.cost_scale:g}{rho}"
 
     @property
@@ -128,9 +133,9 @@ class SinkhornLoss(torch.nn.Module):
         if result is None:
             return 0.0
         problem, error = result.problem, float(result.errors.max())
-        reach = problem.centred.max_cost**0.5
+        reach = math.sqrt(problem.centred.max_cost)
         mass = float(problem.centred.a.double().sum(-1).max())
-        return 2 * self.cost_scale * reach * mass * (error + result.noise_floor)
+        return 2.0 * self.cost_scale * reach * mass * (error + result.noise_floor)
 
     def value_noise(self, x: Tensor | None = None) -> float:
         """Differences of values below this are rounding and early stop; 0 before the first call."""
@@ -165,7 +170,9 @@ class SinkhornLoss(torch.nn.Module):
         """
         if len(args) not in (2, 4):
             raise TypeError(f"call as loss(x, y) or loss(a, x, b, y), got {len(args)} arguments")
-        x, y, a, b = (args[0], args[1], None, None) if len(args) == 2 else (args[1], args[3], args[0], args[2])
+        x, y, a, b = (
+            (args[0], args[1], None, None) if len(args) == 2 else (args[1], args[3], args[0], args[2])
+        )
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "an OT loss cannot be traced by torch.compile: call it outside of the compiled function, or "

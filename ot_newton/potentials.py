@@ -9,6 +9,7 @@ centred cloud, which is what a streamed log-sum-exp adds to `q.k`:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,7 @@ class Potentials:
         """Shapes only."""
         return f"Potentials(f={tuple(self.f.shape)}, g={tuple(self.g.shape)})"
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Tensor]:
         """Unpack as `f, g`."""
         return iter((self.f, self.g))
 

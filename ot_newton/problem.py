@@ -1,6 +1,6 @@
 """The problem: two weighted clouds, a squared Euclidean cost and eps; frozen, validated once.
 
-    C_ij = s |x_i - y_j|^2,   OT = min_P <P,C> + eps KL(P | a b^T)   s.t. P1 = a, P^T 1 = b   (MATH 1)
+C_ij = s |x_i - y_j|^2,   OT = min_P <P,C> + eps KL(P | a b^T)   s.t. P1 = a, P^T 1 = b   (MATH 1)
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ def as_tensor(name: str, value: Any) -> Tensor:
             array = np.asarray(value)
             if array.dtype == object:
                 raise TypeError("object array")
-            tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))
+            tensor = torch.from_numpy(
+                np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
+            )
         except (TypeError, ValueError) as error:
             kind = type(value).__name__
-            raise TypeError(f"{name} must be a tensor, a numpy array or nested numbers, got {kind}") from error
+            raise TypeError(
+                f"{name} must be a tensor, a numpy array or nested numbers, got {kind}"
+            ) from error
     if tensor.is_complex() or tensor.is_sparse:
         raise TypeError(f"{name} must be a real dense tensor, got {tensor.dtype}, layout {tensor.layout}")
     if not tensor.is_floating_point():
@@ -83,7 +87,8 @@ def _weights(name: str, value: Any, count: int, points: str, like: Tensor) -> Te
     _check_device(like, **{name: weight})
     if weight.dim() < 1 or weight.shape[-1] != count:
         raise ValueError(
-            f"{name} must have shape (..., {count}), one weight per point of {points}, got {tuple(weight.shape)}"
+            f"{name} must have shape (..., {count}), one weight per point of {points}, "
+            f"got {tuple(weight.shape)}"
         )
     _check_finite(name, weight)
     if bool((weight < 0).any()):
@@ -95,7 +100,8 @@ def _weights(name: str, value: Any, count: int, points: str, like: Tensor) -> Te
 
 def _broadcast_batch(**shapes: torch.Size) -> torch.Size:
     try:
-        return torch.broadcast_shapes(*shapes.values())
+        shape: torch.Size = torch.broadcast_shapes(*shapes.values())  # type: ignore[no-untyped-call]
+        return shape
     except RuntimeError as error:
         found = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(f"batch dimensions must broadcast, got {found}") from error
@@ -173,7 +179,10 @@ class OTProblem:
 
     def __post_init__(self) -> None:
         """Validate everything before any work."""
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
         put("eps", check_number("eps", self.eps))
         put("cost_scale", check_number("cost_scale", self.cost_scale))
         for name in ("rho_x", "rho_y"):
@@ -199,8 +208,9 @@ class OTProblem:
             if float(off) > MASS_TOLERANCE:
                 raise ValueError(
                     f"a and b must have equal mass when both marginals are hard, got sums "
-                    f"{mass_a.flatten()[0].item():.9g} and {mass_b.flatten()[0].item():.9g} (relative difference "
-                    f"{float(off):.2g}, at most {MASS_TOLERANCE:g}); normalize them, or set rho_x or rho_y"
+                    f"{mass_a.flatten()[0].item():.9g} and {mass_b.flatten()[0].item():.9g} "
+                    f"(relative difference {float(off):.2g}, at most {MASS_TOLERANCE:g}); "
+                    "normalize them, or set rho_x or rho_y"
                 )
             factor = mass_a / mass_b
             b = (b.double() * factor[..., None]).to(b.dtype)
@@ -210,7 +220,9 @@ class OTProblem:
     def __repr__(self) -> str:
         """Sizes and parameters, no tensors."""
         batch = f"batch={tuple(self.batch_shape)}, " if self.batch_shape else ""
-        rho = "".join(f", {k}={v:g}" for k, v in (("rho_x", self.rho_x), ("rho_y", self.rho_y)) if v is not None)
+        rho = "".join(
+            f", {k}={v:g}" for k, v in (("rho_x", self.rho_x), ("rho_y", self.rho_y)) if v is not None
+        )
         kind = str(self.dtype).removeprefix("torch.")
         return (
             f"OTProblem({batch}n={self.n}, m={self.m}, d={self.d}, eps={self.eps:g}, "

@@ -141,16 +141,16 @@ class SinkhornResult:
     @cached_property
     def linearized(self) -> LinearizedPlan:
         """The plan with cached marginals and its second derivative; what the operators share."""
-        return linearize(
-            self.problem, self.biases, self.backend, self.counter, symmetric=self.symmetric
-        )
+        return linearize(self.problem, self.biases, self.backend, self.counter, symmetric=self.symmetric)
 
     @cached_property
     def plan(self) -> TransportPlan:
         """The transport plan as an operator of shape (..., n, m)."""
         return TransportPlan(self.linearized)
 
-    def hessian(self, wrt: str = "x", *, rtol: float | None = None, max_cg: int | None = None) -> HessianOperator:
+    def hessian(
+        self, wrt: str = "x", *, rtol: float | None = None, max_cg: int | None = None
+    ) -> HessianOperator:
         """Hessian of OT in the points.
 
         Args:
@@ -216,7 +216,9 @@ class SinkhornResult:
         x, y = c.x.double(), c.y.double()
         r, py = (t.double() for t in self.linearized.rows())
         col = self.linearized.columns()[0].double()
-        inner = (r * x.square().sum(-1)).sum(-1) + (col * y.square().sum(-1)).sum(-1) - 2 * (x * py).sum((-1, -2))
+        inner = (
+            (r * x.square().sum(-1)).sum(-1) + (col * y.square().sum(-1)).sum(-1) - 2 * (x * py).sum((-1, -2))
+        )
         mean = torch.einsum("bn,bnd->bd", r, x) - torch.einsum("bm,bmd->bd", col, y)
         shift = c.shift.square().sum(-1) * r.sum(-1) + 2 * (c.shift * mean).sum(-1)
         return self._out(s * (inner + shift))

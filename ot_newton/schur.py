@@ -1,7 +1,7 @@
 """The Schur complement of the dual Hessian: products, null space, and its one solve (MATH 5).
 
-    S = D_c k_y - P^T (D_r k_x)^-1 P,   k = 1 (hard) or 1 + eps/rho;   D^-1 := 0 where the marginal is 0
-    normalized: S^ = D^-1/2 S D^-1/2 with D = D_c k_y; both sides hard: null vector sqrt(c), projected out
+S = D_c k_y - P^T (D_r k_x)^-1 P,   k = 1 (hard) or 1 + eps/rho;   D^-1 := 0 where the marginal is 0
+normalized: S^ = D^-1/2 S D^-1/2 with D = D_c k_y; both sides hard: null vector sqrt(c), projected out
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ class SchurSystem:
         start = torch.where(reduced <= rtol * size, torch.zeros_like(start), start)
         record = 0 if space is None else space.record_steps(b)
         result = conjugate_gradient(
-            space.deflated(self.normalized_matmat) if space is not None and active else self.normalized_matmat,
+            space.deflated(self.normalized_matmat)
+            if space is not None and active
+            else self.normalized_matmat,
             start,
             rtol=relative,
             max_iter=max_cg,
@@ -171,7 +173,9 @@ class SchurSystem:
     def _factorize(self) -> Callable[[Tensor], Tensor]:
         """Cholesky of `S^ + null null^T`; eigenvalues with a rounding cutoff where that is singular."""
         count, eps = self.diag.shape[-1], torch.finfo(self.diag.dtype).eps
-        identity = torch.eye(count, dtype=self.diag.dtype, device=self.diag.device).expand(len(self.diag), -1, -1)
+        identity = torch.eye(count, dtype=self.diag.dtype, device=self.diag.device).expand(
+            len(self.diag), -1, -1
+        )
         matrix = self.normalized_matmat(identity)
         dead = torch.diag_embed((self.half_inverse.squeeze(-1) <= 0).to(matrix.dtype))
         self._assembled = (matrix + matrix.mT) / 2 + dead

@@ -69,9 +69,7 @@ def start_biases(problem: OTProblem, init: Any) -> Biases | None:
     for name, potential, count in (("init[0]", f, problem.n), ("init[1]", g, problem.m)):
         lead = problem.batch_shape
         if potential.shape[-1:] != (count,) or potential.dim() > len(lead) + 1:
-            raise ValueError(
-                f"{name} must have shape {(*lead, count)}, got {tuple(potential.shape)}"
-            )
+            raise ValueError(f"{name} must have shape {(*lead, count)}, got {tuple(potential.shape)}")
         if not bool(torch.isfinite(potential).all()):
             raise ValueError(f"{name} must be finite, got {potential[~torch.isfinite(potential)][0].item()}")
     device = problem.device

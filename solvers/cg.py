@@ -292,7 +292,9 @@ class _Loop:
         s.stop(~torch.isfinite(curv), CGReason.NAN)
         nonpositive = s.active & (curv <= CURVATURE_MARGIN * s.eps * s.norm_estimate * p2)
         if bool(nonpositive.any()):
-            s.direction = torch.where(nonpositive, p / p2.sqrt().clamp_min(torch.finfo(p.dtype).tiny), s.direction)
+            s.direction = torch.where(
+                nonpositive, p / p2.sqrt().clamp_min(torch.finfo(p.dtype).tiny), s.direction
+            )
             s.curvature = torch.where(nonpositive, curv / p2, s.curvature)
         alpha = self.rz / torch.where(curv == 0, torch.ones_like(curv), curv)
         alpha = torch.where(nonpositive, torch.zeros_like(alpha), alpha)

@@ -33,7 +33,11 @@ def guard_ok(rowsum: Tensor) -> bool:
 
 def log2_weight(weight: Tensor) -> Tensor:
     """`log2 weight`, -inf for zero weights."""
-    return torch.where(weight > 0, weight, torch.ones_like(weight)).log2().masked_fill(weight <= 0, float("-inf"))
+    return (
+        torch.where(weight > 0, weight, torch.ones_like(weight))
+        .log2()
+        .masked_fill(weight <= 0, float("-inf"))
+    )
 
 
 def mask_bias(bias: Tensor, weight: Tensor) -> Tensor:

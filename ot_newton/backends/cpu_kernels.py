@@ -166,7 +166,7 @@ def _copy(source: Any, out: Any, first: int, count: int) -> None:
 @njit(**EXACT)
 def _row_bias(bias: Any, first: int, scratch: Any) -> int:
     """Copy the biases of a unit's rows, zeros beyond the last; returns the number of strips."""
-    count = min(ROWS, bias.shape[0] - first)
+    count: int = min(ROWS, bias.shape[0] - first)
     for r in range(ROWS):
         scratch[r] = bias[first + r] if r < count else 0.0
     return (count + 3) // 4

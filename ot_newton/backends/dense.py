@@ -122,7 +122,8 @@ class DenseTiles:
         """See `Tiles.plan`."""
         row, col = mask_bias(row_bias, a), mask_bias(col_bias, b)
         parts = [
-            exp2_flushed_(lane.dots + (row[k][:, None] + col[k][None, :])) for k, lane in enumerate(self.lanes)
+            exp2_flushed_(lane.dots + (row[k][:, None] + col[k][None, :]))
+            for k, lane in enumerate(self.lanes)
         ]
         return DensePlan(torch.stack(parts).mul_(a[:, :, None]).mul_(b[:, None, :]), self.counter)
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ot_newton.hessian import Direction, HessianStats, LinearizedPlan
+from ot_newton.directions import Direction, HessianStats
+from ot_newton.hessian import LinearizedPlan
 from ot_newton.operators.base import PlanOperator, warn_unconverged
 
 __all__ = ["HessianOperator", "default_rtol"]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["ScipyPlanOperator"]
 
 
-class ScipyPlanOperator(LinearOperator):  # type: ignore[type-arg]
+class ScipyPlanOperator(LinearOperator):
     """One unbatched operator behind scipy's interface.
 
     Vectors of any real dtype, order and stride are copied to the compute dtype, which is also the
@@ -28,7 +28,7 @@ class ScipyPlanOperator(LinearOperator):  # type: ignore[type-arg]
     def __init__(self, operator: PlanOperator) -> None:
         self.operator = operator
         name = str(operator.dtype).removeprefix("torch.")
-        super().__init__(np.dtype(name), (operator.rows, operator.cols))
+        super().__init__(np.dtype(name), (operator.rows, operator.cols))  # type: ignore[call-arg]
 
     def _product(self, operator: PlanOperator, v: NDArray[np.generic]) -> NDArray[np.generic]:
         array = np.array(v, order="C", copy=True)
