@@ -41,6 +41,12 @@ from ot_newton.schur import SchurSolve, SchurSystem, SelfSystem, safe_inverse
 __all__ = ["Direction", "HessianStats", "LinearizedPlan", "TransposedPlan", "gradient_x"]
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Factors of one rank-p weight side by side, their blocks broadcast."""
+    k = max(part.shape[1] for part in parts)
+    return torch.cat([part.expand(-1, k, -1, -1) for part in parts], dim=-1)
+
+
 def gradient_x(s: float, x: Tensor, marginal: Tensor, transported: Tensor, shift: Tensor) -> Tensor:
     """`2s (r_i x_i - (P y)_i)` for the centred clouds, with the shift put back (MATH 2, 4), (B,n,d)."""
     at_zero = marginal[:, :, None] * (x + shift[:, None, :].to(x.dtype)) - transported
@@ -318,7 +324,7 @@ class LinearizedPlan:
         """The products from w2, with one Hadamard pass per side asked for."""
         s, r, py = self.s, self.rows()[0], self.rows()[1]
         col = w2 if m.vy_fixed is None else w2 - 2 * s * rowdot(self.y[:, None], m.vy_fixed)
-        m0, m1 = self._hadamard(m, col)
+        m0, m1 = self._weighted_moments(m, col, 1)
         row = -m0 if v.a is None else self.eps * v.a - m0
         if m.vx_fixed is not None and self.relax[0] != 1.0:
             row = row + 2 * s * rowdot(self.x[:, None], m.vx_fixed) * r[:, None] * (1 - self.relax[0])
@@ -330,26 +336,31 @@ class LinearizedPlan:
             hy = self._hy(m, v, row, col)
         return Direction(hx, hy, *self._weight_parts(m, given, row, w2, want))
 
-    def _hadamard(self, m: _Moments, col: Tensor) -> tuple[Tensor, Tensor]:
-        """`sum_j P_ij (col_j + 2s<vx_i,y_j> + 2s<x_i,vy_j>) [1, y_j]`: (B,K,n) and (B,K,n,d)."""
-        left, right = self._factors(m, torch.ones_like(self.x[:, None, :, :1]), col[..., None])
-        ones = torch.ones_like(self.y[:, None, :, :1])
-        out, _ = self.plan.apply_hadamard(left, right, torch.cat([ones, self.y[:, None]], dim=-1), 1)
-        return out[..., 0], out[..., 1:]
+    def _weighted_moments(self, m: _Moments, own: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """Sums of the plan times `own + 2s<vx_i,y_j> + 2s<x_i,vy_j>` with [1, y] or [1, x]: one pass.
 
-    def _factors(self, m: _Moments, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
-        """Left (.,n,p) and right (.,m,p) factors of `row.col + 2s<vx_i,y_j> + 2s<x_i,vy_j>`."""
-        left, right = [row], [col]
+        ``axis=1``: `sum_j P_ij (own_j + ...) [1, y_j]`, own (B,K,m), out (B,K,n) and (B,K,n,d); ``axis=0``
+        likewise over i. The own term is a transport that shares the exponentials.
+        """
+        cloud = self.y if axis == 1 else self.x
+        moments = torch.cat([torch.ones_like(cloud[:, :, :1]), cloud], dim=-1)[:, None]
+        k = own.shape[1]
+        transport = flatten_columns(own[..., None] * moments)
+        left: list[Tensor] = []
+        right: list[Tensor] = []
         if m.vx_fixed is not None:
             left.append(2 * self.s * m.vx_fixed)
             right.append(self.y[:, None])
         if m.vy_fixed is not None:
             left.append(2 * self.s * self.x[:, None])
             right.append(m.vy_fixed)
-        k = max(t.shape[1] for t in left + right)
-        return tuple(  # type: ignore[return-value]
-            torch.cat([t.expand(-1, k, -1, -1) for t in parts], dim=-1) for parts in (left, right)
-        )
+        if not left:
+            out = unflatten_block(self.plan.apply(transport, axis), k)
+            return out[..., 0], out[..., 1:]
+        out, moved = self.plan.apply_hadamard(_joined(left), _joined(right), moments, axis, transport)
+        assert moved is not None
+        out = out + unflatten_block(moved, k)
+        return out[..., 0], out[..., 1:]
 
     def _hx(
         self, m: _Moments, v: Direction, row: Tensor, m0: Tensor, m1: Tensor, r: Tensor, py: Tensor
@@ -370,11 +381,9 @@ class LinearizedPlan:
     def _hy(self, m: _Moments, v: Direction, row: Tensor, col: Tensor) -> Tensor:
         """`2s [ -(dP^T x) + (dP^T 1) y + c vy - P^T vx ]`, one Hadamard pass."""
         c, ptx = self.columns()
-        left, right = self._factors(m, row[..., None], torch.ones_like(self.y[:, None, :, :1]))
-        ones = torch.ones_like(self.x[:, None, :, :1])
-        out, _ = self.plan.apply_hadamard(left, right, torch.cat([ones, self.x[:, None]], dim=-1), 0)
-        n0 = (col * c[:, None] + out[..., 0]) / self.eps
-        n1 = (col[..., None] * ptx[:, None] + out[..., 1:]) / self.eps
+        n0, n1 = self._weighted_moments(m, row, 0)
+        n0 = (col * c[:, None] + n0) / self.eps
+        n1 = (col[..., None] * ptx[:, None] + n1) / self.eps
         hy = n0[..., None] * self.y[:, None] - n1
         if m.vy is not None:
             hy = hy + c[:, None, :, None] * m.vy
