@@ -26,11 +26,16 @@ if TYPE_CHECKING:
     from ot_newton.problem import OTProblem
     from ot_newton.result import SinkhornResult
     from ot_newton.solve import sinkhorn
-    from ot_newton.solvers.escape import SaddleEscape
+    from ot_newton.solvers.callbacks import SaddleDetector
+    from ot_newton.solvers.density import spectral_density
+    from ot_newton.solvers.eigenpairs import EigenPairs, extreme_eigenpairs
+    from ot_newton.solvers.escape import EscapeResult, SaddleEscape
     from ot_newton.solvers.hvp_check import check_hvp
     from ot_newton.solvers.monitor import LanczosMonitor
     from ot_newton.solvers.newton import NewtonCG, NewtonResult
-    from ot_newton.solvers.spectra import EigenEstimate, lambda_max, lambda_min, lanczos, spectral_density
+    from ot_newton.solvers.scipy_bridge import scipy_hessp
+    from ot_newton.solvers.spectra import EigenEstimate, lambda_max, lambda_min, lanczos
+    from ot_newton.solvers.state import NewtonState
 
 __version__ = "0.1.0"
 
@@ -39,15 +44,19 @@ _MODULES = {
     "ConvergenceWarning": "errors",
     "DegenerateWarning": "errors",
     "EigenEstimate": "solvers.spectra",
+    "EigenPairs": "solvers.eigenpairs",
+    "EscapeResult": "solvers.escape",
     "HessianOperator": "operators.hessian_operator",
     "LanczosMonitor": "solvers.monitor",
     "LinearSolveError": "errors",
     "NewtonCG": "solvers.newton",
     "NewtonResult": "solvers.newton",
+    "NewtonState": "solvers.state",
     "OTNewtonError": "errors",
     "OTProblem": "problem",
     "Potentials": "potentials",
     "PrecisionWarning": "errors",
+    "SaddleDetector": "solvers.callbacks",
     "SaddleEscape": "solvers.escape",
     "SchurComplement": "operators.schur_operator",
     "SinkhornLoss": "losses",
@@ -55,14 +64,16 @@ _MODULES = {
     "Status": "errors",
     "TransportPlan": "operators.plan",
     "check_hvp": "solvers.hvp_check",
+    "extreme_eigenpairs": "solvers.eigenpairs",
     "lambda_max": "solvers.spectra",
     "lambda_min": "solvers.spectra",
     "lanczos": "solvers.spectra",
     "ot_cost": "losses",
+    "scipy_hessp": "solvers.scipy_bridge",
     "sinkhorn": "solve",
     "sinkhorn_batch": "batch",
     "sinkhorn_divergence": "losses",
-    "spectral_density": "solvers.spectra",
+    "spectral_density": "solvers.density",
 }
 
 __all__ = [
@@ -70,15 +81,19 @@ __all__ = [
     "ConvergenceWarning",
     "DegenerateWarning",
     "EigenEstimate",
+    "EigenPairs",
+    "EscapeResult",
     "HessianOperator",
     "LanczosMonitor",
     "LinearSolveError",
     "NewtonCG",
     "NewtonResult",
+    "NewtonState",
     "OTNewtonError",
     "OTProblem",
     "Potentials",
     "PrecisionWarning",
+    "SaddleDetector",
     "SaddleEscape",
     "SchurComplement",
     "SinkhornLoss",
@@ -86,10 +101,12 @@ __all__ = [
     "Status",
     "TransportPlan",
     "check_hvp",
+    "extreme_eigenpairs",
     "lambda_max",
     "lambda_min",
     "lanczos",
     "ot_cost",
+    "scipy_hessp",
     "sinkhorn",
     "sinkhorn_batch",
     "sinkhorn_divergence",

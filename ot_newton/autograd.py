@@ -11,136 +11,18 @@ shapes. A `Recipe` solves once, inside of the forward, and keeps the solved term
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ot_newton.directions import Direction, HessianStats
-from ot_newton.errors import ConvergenceWarning
+from ot_newton.directions import Direction
 from ot_newton.problem import HALF, OTProblem, as_tensor
-from ot_newton.result import SinkhornResult
+from ot_newton.terms import Term
 
-__all__ = ["CrossTerm", "Recipe", "SelfTerm", "Term", "differentiable", "prepare"]
-
-
-class Term(Protocol):
-    """A solved value with its derivatives in the tensors named by ``letters``."""
-
-    letters: str
-    stats: HessianStats
-
-    @property
-    def value(self) -> Tensor:
-        """(*batch)."""
-        ...
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """Batch dimensions."""
-        ...
-
-    def gradient(self, letter: str) -> Tensor:
-        """(*batch, ...) gradient in one tensor."""
-        ...
-
-    def second(self, v: Direction, want: str) -> Direction:
-        """Block of Hessian-vector products, (lanes, K, ...)."""
-        ...
-
-
-@dataclass(eq=False)
-class CrossTerm:
-    """OT(x, y) in x, y, a, b.
-
-    Attributes:
-        result: its fixed point.
-        rtol: tolerance of the inner solve of a product.
-        max_cg: cap on its CG steps.
-        stats: counters of the products so far.
-    """
-
-    result: SinkhornResult
-    rtol: float
-    max_cg: int | None = None
-    stats: HessianStats = field(default_factory=HessianStats)
-    letters = "xyab"
-
-    @property
-    def value(self) -> Tensor:
-        """See `Term`."""
-        return self.result.value
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """See `Term`."""
-        return self.result.problem.batch_shape
-
-    def gradient(self, letter: str) -> Tensor:
-        """See `Term`."""
-        return self.result.gradient(letter)
-
-    def second(self, v: Direction, want: str) -> Direction:
-        """See `Term`."""
-        out, solve = self.result.linearized.product(
-            v, want, rtol=self.rtol, max_cg=self.max_cg, stats=self.stats
-        )
-        _warn_unconverged(solve.converged, self.stats.residual, self.rtol)
-        return out
-
-
-@dataclass(eq=False)
-class SelfTerm:
-    """OT(x, x) in x, a: both arguments move together, so derivatives are twice those of one side.
-
-    Attributes: as `CrossTerm`; the result's problem has y = x and equal potentials.
-        centre: remove the mean of derivatives in a, as when the whole loss has fixed masses.
-    """
-
-    result: SinkhornResult
-    rtol: float
-    max_cg: int | None = None
-    centre: bool = True
-    stats: HessianStats = field(default_factory=HessianStats)
-    letters = "xa"
-
-    @property
-    def value(self) -> Tensor:
-        """See `Term`."""
-        return self.result.value
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """See `Term`."""
-        return self.result.problem.batch_shape
-
-    def gradient(self, letter: str) -> Tensor:
-        """See `Term`."""
-        if letter == "a":
-            return 2.0 * self.result.weight_gradient("a", centre=self.centre)
-        return 2.0 * self.result.gradient(letter)
-
-    def second(self, v: Direction, want: str) -> Direction:
-        """See `Term`."""
-        self.result.linearized.centre_weights = self.centre
-        out, solve = self.result.linearized.self_product(
-            v, want, rtol=self.rtol, max_cg=self.max_cg, stats=self.stats
-        )
-        _warn_unconverged(solve.converged, self.stats.residual, self.rtol)
-        return out
-
-
-def _warn_unconverged(converged: bool, residual: float, rtol: float) -> None:
-    if not converged:
-        warnings.warn(
-            f"double backward of an OT loss: Schur solve ended at relative residual {residual:.1e}, "
-            f"tolerance {rtol:.0e}; raise max_cg, loosen rtol or use float64",
-            ConvergenceWarning,
-            stacklevel=3,
-        )
+__all__ = ["Recipe", "differentiable", "prepare"]
 
 
 @dataclass(eq=False)
@@ -300,8 +182,29 @@ def _second(
     points: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     guarded = _Guard.apply(*points)  # type: ignore[no-untyped-call]
-    out: tuple[Tensor, ...] = _Second.apply(recipe, have, want, 0, *v, *guarded)  # type: ignore[no-untyped-call]
-    return out
+    v, level = _opened(v)
+    blocks = 0 if level is None else 1
+    out: tuple[Tensor, ...] = _Second.apply(recipe, have, want, blocks, *v, *guarded)  # type: ignore[no-untyped-call]
+    return out if level is None else tuple(torch._add_batch_dim(part, 0, level) for part in out)
+
+
+def _opened(v: Sequence[Tensor]) -> tuple[Sequence[Tensor], int | None]:
+    """The block behind directions that `is_grads_batched` hides, and what hides it again.
+
+    That option (as `vectorize=True` of torch.autograd.functional) runs the older vmap, which asks no rules.
+    """
+    hidden = [torch._C._functorch.is_legacy_batchedtensor(part) for part in v]
+    if not any(hidden):
+        return v, None
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    size = next(_block_size(part, level) for part, flag in zip(v, hidden, strict=True) if flag)
+    return [torch._remove_batch_dim(part, level, size, 0) for part in v], level
+
+
+def _block_size(part: Tensor, level: int) -> int:
+    """Size of the hidden dimension; what is asked of a hidden tensor does not count."""
+    return int(torch._remove_batch_dim(part, level, 0, 0).shape[0])
 
 
 class _Second(torch.autograd.Function):
@@ -398,12 +301,14 @@ def prepare(x: Any, y: Any, a: Any, b: Any) -> tuple[Tensor, ...]:
     """
     x, y = (v if isinstance(v, Tensor) else as_tensor(name, v) for name, v in (("x", x), ("y", y)))
     good = x.dim() >= 2 and y.dim() >= 2 and x.shape[-1] == y.shape[-1] and 0 not in (*x.shape, *y.shape)
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    if dtype in HALF or not dtype.is_floating_point:
+        dtype = torch.float32 if dtype in HALF else torch.get_default_dtype()
     weights = []
     for name, weight, cloud in (("a", a, x), ("b", b, y)):
         if weight is None and good:
-            weight = torch.full(
-                cloud.shape[-2:-1], 1.0 / cloud.shape[-2], dtype=cloud.dtype, device=cloud.device
-            )
+            count = cloud.shape[-2]
+            weight = torch.full((count,), 1.0 / count, dtype=dtype, device=cloud.device)
         elif weight is not None and not isinstance(weight, Tensor):
             weight = as_tensor(name, weight)
         good = good and weight.dim() >= 1 and weight.shape[-1] == cloud.shape[-2]
@@ -413,9 +318,6 @@ def prepare(x: Any, y: Any, a: Any, b: Any) -> tuple[Tensor, ...]:
     if not good or not real or len(devices) > 1:
         OTProblem(x, y, a, b, eps=1.0)
         raise ValueError("x, y, a, b do not form a problem")
-    dtype = torch.promote_types(x.dtype, y.dtype)
-    if dtype in HALF or not dtype.is_floating_point:
-        dtype = torch.float32 if dtype in HALF else torch.get_default_dtype()
     try:
         lead = (x.shape[:-2], y.shape[:-2], *(w.shape[:-1] for w in weights))
         shape = torch.broadcast_shapes(*lead)  # type: ignore[no-untyped-call]

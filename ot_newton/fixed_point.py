@@ -32,6 +32,7 @@ STALL_RATIO = 0.999
 STALL_FLOOR_FACTOR = 1e3
 ANNEAL_RATIO = 0.5
 ANNEAL_FROM = 32.0
+LARGEST_BITS = 100.0
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ class _Side:
 
     def error(self, bias: Tensor, lse: Tensor) -> Tensor:
         """(B,) L1 distance of the plan's marginal from the one asked for, relative to the mass."""
-        ratio = torch.exp2(bias + lse) - self.target(bias)
+        # A start may be far off: its marginal is large, but no NaN.
+        ratio = torch.exp2((bias + lse).clamp(max=LARGEST_BITS)) - self.target(bias)
         # A masked sum: the conjugate of an atom of zero weight may be anything.
         gap = torch.where(self.weight > 0, ratio.abs() * self.weight, torch.zeros_like(bias))
         return gap.double().sum(-1) / self.mass
@@ -227,25 +229,31 @@ class _Run:
         lanes, device = problem.lanes, problem.device
         self.status: list[Status | None] = [None] * lanes
         self.active = torch.ones(lanes, dtype=torch.bool, device=device)
-        self.n_iter = torch.zeros(lanes, dtype=torch.int64, device=device)
-        self.error = torch.full((lanes,), float("nan"), dtype=torch.float64, device=device)
-        self.floor = noise_floor(problem)
-        self.slow = torch.zeros(lanes, dtype=torch.bool, device=device)
-        self.stalls = [_Stall(self.floor) for _ in range(lanes)]
+        self.n_iter = [0] * lanes
+        self.errors = [math.nan] * lanes
+        self.slow = [False] * lanes
+        self.stalls = [_Stall(noise_floor(problem)) for _ in range(lanes)]
         self.history: list[IterationInfo] = []
         self.start = time.perf_counter()
         self.w: Tensor | None = None
         self.u = torch.empty(0)
 
-    def _finish(self, where: Tensor, status: Status) -> None:
-        for lane in (where & self.active).nonzero()[:, 0].tolist():
-            self.status[lane] = status
-        self.active = self.active & ~where
+    def _finish(self, ended: dict[int, Status]) -> None:
+        """End some running lanes; they stop changing."""
+        if ended:
+            for lane, status in ended.items():
+                self.status[lane] = status
+            running = [status is None for status in self.status]
+            self.active = torch.tensor(running, device=self.active.device)
+
+    def running(self) -> list[int]:
+        """Lanes without a status yet."""
+        return [lane for lane, status in enumerate(self.status) if status is None]
 
     def record(self, iteration: int, eps: float) -> None:
         """Append a history row and ask the callback."""
-        error = float(self.error.max())
-        row = IterationInfo(iteration, eps, error, self.counter.passes, time.perf_counter() - self.start)
+        passes, seconds = self.counter.passes, time.perf_counter() - self.start
+        row = IterationInfo(iteration, eps, max(self.errors), passes, seconds)
         self.history.append(row)
         if self.options.callback is None:
             return
@@ -254,24 +262,34 @@ class _Run:
         except StopIteration:
             stop = True
         if stop:
-            self._finish(self.active.clone(), Status.CALLBACK)
+            self._finish(dict.fromkeys(self.running(), Status.CALLBACK))
 
     def terminate(self, iteration: int, error: Tensor) -> None:
-        """Judge every running lane on its marginal error."""
-        self.error = torch.where(self.active, error, self.error)
-        self.n_iter = torch.where(self.active, torch.full_like(self.n_iter, iteration), self.n_iter)
-        self._finish(~torch.isfinite(error), Status.NAN)
-        if self.options.tol > 0:
-            self._finish(error <= self.options.tol, Status.CONVERGED)
-            for lane in self.active.nonzero()[:, 0].tolist():
-                stalled = self.stalls[lane].stalled(float(error[lane]))
-                ahead = self.stalls[lane].foretold(self.options.tol) * self.options.check_every
-                if not stalled and ahead <= self.options.patience:
-                    continue
-                one = torch.zeros_like(self.active)
-                one[lane] = True
-                self.slow = self.slow | (one & (not stalled))
-                self._finish(one, Status.STAGNATION if stalled else Status.MAX_ITER)
+        """Judge every running lane on its marginal error; the one look at device values per check."""
+        ended: dict[int, Status] = {}
+        values = error.tolist()
+        for lane in self.running():
+            self.errors[lane], self.n_iter[lane] = values[lane], iteration
+            status = self._judge(lane, values[lane])
+            if status is not None:
+                ended[lane] = status
+        self._finish(ended)
+
+    def _judge(self, lane: int, error: float) -> Status | None:
+        """Status of a lane at this error, None to go on."""
+        tol, patience = self.options.tol, self.options.patience
+        if not math.isfinite(error):
+            return Status.NAN
+        if tol == 0:
+            return None
+        if error <= tol:
+            return Status.CONVERGED
+        if self.stalls[lane].stalled(error):
+            return Status.STAGNATION
+        if self.stalls[lane].foretold(tol) * self.options.check_every > patience:
+            self.slow[lane] = True
+            return Status.MAX_ITER
+        return None
 
     def _keep(self, new: Tensor, old: Tensor | None) -> Tensor:
         """Finished lanes stop changing."""
@@ -286,14 +304,16 @@ class _Run:
         """One check and one iteration at this stage; False when nothing is left to do."""
         symmetric = self.options.update == "symmetric"
         lse = stage.lse_x(self.w, self.u)
-        lse_y = stage.lse_y(self.w, self.u) if symmetric and self.w is not None else None
+        # Columns are exact after a g update, but not at a start that was handed in.
+        two_sided = self.w is not None and (symmetric or (judge and iteration == 0))
+        lse_y = stage.lse_y(self.w, self.u) if two_sided and self.w is not None else None
         if judge and self.w is not None and self._due(iteration):
             error = stage.x.error(self.w, lse)
             if lse_y is not None:
                 error = torch.maximum(error, stage.y.error(self.u, lse_y))
             self.terminate(iteration, error)
             self.record(iteration, stage.eps)
-        if iteration >= self.options.max_iter or not bool(self.active.any()):
+        if iteration >= self.options.max_iter or None not in self.status:
             return False
         new_w = stage.x.update(lse)
         if self.options.update == "self":
@@ -301,7 +321,7 @@ class _Run:
             self.w = self._keep(average, self.w)
             self.u = self.w
             return True
-        if lse_y is None:
+        if not symmetric or lse_y is None:
             self.w = self._keep(new_w, self.w)
             self.u = self._keep(stage.y.update(stage.lse_y(self.w, self.u)), self.u)
             return True
@@ -324,7 +344,6 @@ class _Run:
     def run(self, init: Biases | None) -> FixedPoint:
         """Anneal, iterate, audit."""
         problem, final = self.problem, self.problem.eps
-        c = problem.centred
         schedule = _schedule(problem, self.options) if init is None else []
         first = schedule[0] if schedule else final
         if init is None:
@@ -341,27 +360,25 @@ class _Run:
             iteration += 1
         if self.w is None:  # max_iter = 0 without a start
             self.w = stage.x.update(stage.lse_x(None, self.u))
-        self._finish(self.active.clone(), Status.MAX_ITER)
-        self.error = self.audit(stage)
-        self._demote()
-        assert c.x.shape[0] == self.w.shape[0]
+        self._finish(dict.fromkeys(self.running(), Status.MAX_ITER))
+        error = self.audit(stage)
+        self._demote(error.tolist())
         return FixedPoint(
             Biases(self.w, self.u),
             stage.tiles,
-            tuple(s or Status.NAN for s in self.status),
-            self.n_iter,
-            self.error,
+            tuple(status or Status.NAN for status in self.status),
+            torch.tensor(self.n_iter, device=problem.device),
+            error,
             tuple(self.history),
-            self.slow,
+            torch.tensor(self.slow, device=problem.device),
         )
 
-    def _demote(self) -> None:
+    def _demote(self, errors: list[float]) -> None:
         """The two-sided audit has the last word: a lane it contradicts has stagnated."""
-        for lane, status in enumerate(self.status):
-            error = float(self.error[lane])
-            if error != error:
+        for lane, error in enumerate(errors):
+            if math.isnan(error):
                 self.status[lane] = Status.NAN
-            elif status is Status.CONVERGED and error > self.options.tol:
+            elif self.status[lane] is Status.CONVERGED and error > self.options.tol:
                 self.status[lane] = Status.STAGNATION
 
 

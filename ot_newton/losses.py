@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ot_newton.autograd import CrossTerm, Recipe, SelfTerm, Term, differentiable, prepare
+from ot_newton.autograd import Recipe, differentiable, prepare
 from ot_newton.errors import check_integer, check_number
 from ot_newton.potentials import Potentials
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter
 from ot_newton.result import SinkhornResult, default_rtol
 from ot_newton.solve import sinkhorn
+from ot_newton.terms import CrossTerm, SelfTerm, Term
 
 __all__ = ["SinkhornLoss", "ot_cost", "sinkhorn_divergence"]
 
+WORTHLESS = 0.5
 SOLVE_OPTIONS = ("tol", "max_iter", "method", "anneal", "backend", "callback", "progress")
 
 
@@ -173,13 +176,11 @@ class SinkhornLoss(torch.nn.Module):
         x, y, a, b = (
             (args[0], args[1], None, None) if len(args) == 2 else (args[1], args[3], args[0], args[2])
         )
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "an OT loss cannot be traced by torch.compile: call it outside of the compiled function, or "
-                "wrap the call in torch.compiler.disable"
-            )
+        return _untraced(self._evaluate)(x, y, a, b)
+
+    def _evaluate(self, x: Any, y: Any, a: Any, b: Any) -> Tensor:
         x, y, a, b = prepare(x, y, a, b)
-        value = differentiable(Recipe("xyab", lambda *p: self._cross(*p)), x, y, a, b)
+        value: Tensor = differentiable(Recipe("xyab", lambda *p: self._cross(*p)), x, y, a, b)
         if not self.debias:
             return value
         own_x = differentiable(Recipe("xa", lambda *p: self._self("xx", self.rho_x, *p)), x, a)
@@ -187,7 +188,8 @@ class SinkhornLoss(torch.nn.Module):
         value = value - own_x / 2 - own_y / 2
         if self.rho_x is None and self.rho_y is None:
             return value
-        return value + (self.eps / 2) * (a.sum(-1) - b.sum(-1)) ** 2
+        mass: Tensor = a.sum(-1) - b.sum(-1)
+        return value + (self.eps / 2) * mass**2
 
     def _cross(self, x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Term:
         problem = self._problem(x, y, a, b, self.rho_x, self.rho_y)
@@ -228,10 +230,24 @@ class SinkhornLoss(torch.nn.Module):
                 result.linearized.inherit(previous.result.linearized)
         self._total.add(result.counter.passes)
         result.counter.parent = self._total
-        finite = all(bool(torch.isfinite(p).all()) for p in (result.f, result.g))
-        if self.warm_start and update != "self" and not self._frozen and finite:
+        usable = float(result.errors.max()) < WORTHLESS
+        if self.warm_start and update != "self" and not self._frozen and usable:
             self._starts[name] = result.potentials
         return result
+
+
+def _untraced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function as torch.compile is to call it: eagerly, after one graph break; fullgraph raises.
+
+    An iteration with a data-dependent end has no graph. Dynamo is not imported for this: who compiles has.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return function
+    reason = "an OT loss iterates until it has converged and cannot be traced: call it outside of fullgraph"
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=reason)
+    untraced: Callable[..., Tensor] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return untraced
 
 
 def ot_cost(
@@ -257,7 +273,8 @@ def ot_cost(
 
     Raises:
         TypeError, ValueError: as `OTProblem` and `sinkhorn`.
-        RuntimeError: an input changed in place before backward; traced by torch.compile.
+        RuntimeError: an input changed in place before backward. Under torch.compile it runs eagerly, after a
+            graph break.
         NotImplementedError: a third derivative.
 
     Example:

@@ -268,9 +268,9 @@ class SinkhornResult:
         tiles = get_backend(self.backend).bind(q, k, self.counter)
         row, col = self.biases.row, self.biases.col
         if wrt == "a":
-            lse, own, weight, other, rho = tiles.lse(col, c.b, 1)[0], row, c.a, c.b, p.rho_x
+            lse, own, weight, other, rho = tiles.lse(col, c.b, 1, row)[0], row, c.a, c.b, p.rho_x
         else:
-            lse, own, weight, other, rho = tiles.lse(row, c.a, 0)[0], col, c.b, c.a, p.rho_y
+            lse, own, weight, other, rho = tiles.lse(row, c.a, 0, col)[0], col, c.b, c.a, p.rho_y
         potential = (self.f if wrt == "a" else self.g).double().reshape(own.shape)
         phi = potential if rho is None else -rho * torch.expm1(-potential / rho)
         ratio = torch.exp2((own + lse).double())

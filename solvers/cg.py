@@ -220,7 +220,8 @@ def conjugate_gradient(
     loop = _Loop(state, matmul, preconditioner, project or _identity, rtol, max(1, refresh))
     loop.basis = [] if reorthogonalize else None
     if x0 is not None:
-        state.x = x0 / state.scale_peak / state.scale_norm
+        given = x0 / state.scale_peak / state.scale_norm
+        state.x = torch.where(state.reason == CGReason.ZERO_RHS, torch.zeros_like(given), given)
         loop.refresh_residual()
     loop.start()
     for _ in range(max_iter):
@@ -249,6 +250,7 @@ class _Loop:
         self.beta = torch.zeros_like(state.residual)
         self.r = project(state.b)
         self.since = 0
+        self.energy = torch.full_like(state.residual, float("inf"))
         self.checked = torch.full_like(state.residual, float("inf"))
 
     def _solve_m(self, r: Tensor) -> Tensor:
@@ -375,7 +377,11 @@ class _Loop:
         self.refresh_residual()
         self._judge(confirmed=True)
         drifted = s.residual > 2 * torch.maximum(recursive, self.rtol)
-        stalled = drifted & (s.residual > STAGNATION_FACTOR * self.checked)
+        # CG lowers its quadratic at every step: where that no longer shows, rounding has taken over.
+        energy = 0.5 * _dot(s.x, s.hx) - _dot(s.x, s.b)
+        risen = energy >= self.energy
+        self.energy = torch.where(s.active, energy, self.energy)
+        stalled = (drifted | risen) & (s.residual > STAGNATION_FACTOR * self.checked)
         s.stop(stalled, CGReason.STAGNATION)
         self.checked = torch.where(s.active, s.residual, self.checked)
         self._next_direction(alpha, drifted)

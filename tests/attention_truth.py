@@ -64,7 +64,9 @@ def augment(problem: Problem, tokens: tuple[np.ndarray, ...], masses: tuple[floa
 def truth(problem: Problem, *, full: bool = False) -> dict[str, np.ndarray]:
     """Output, gradients and gradient in the scores; ``full`` differentiates the base too."""
     p = problem
-    q, k, v, a, b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (p.q, p.k, p.v, p.a, p.b))
+    q, k, v, a, b = (
+        torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (p.q, p.k, p.v, p.a, p.b)
+    )
     rows, cols = torch.tensor(p.a > 0), torch.tensor(p.b > 0)
     scores = p.scale * q @ k.T
     scores.retain_grad()

@@ -70,7 +70,9 @@ def test_float32_matches_truth(backend: str) -> None:
     want = expected(inputs)
     for x, name in zip(found, ("out", "q", "k", "v"), strict=True):
         assert x.dtype == jnp.float32
-        assert np.max(np.abs(np.asarray(x, np.float64) - want[name])) <= 1e-5 * np.max(np.abs(want[name])), name
+        assert np.max(np.abs(np.asarray(x, np.float64) - want[name])) <= 1e-5 * np.max(np.abs(want[name])), (
+            name
+        )
 
 
 @pytest.mark.parametrize("backend", ["banded", "pallas"])
@@ -95,14 +97,18 @@ def test_replicated_dustbin_in_shard_map_sums_its_gradient() -> None:
     spec, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
 
     def loss(tokens: Any, q: Any, k: Any, v: Any, bar: Any) -> Any:
-        out = sinkhorn_attention(q, k, v, bandwidth=W, base_steps=2, tail_steps=1, dustbin=tokens, backend="banded")
+        out = sinkhorn_attention(
+            q, k, v, bandwidth=W, base_steps=2, tail_steps=1, dustbin=tokens, backend="banded"
+        )
         return jnp.sum(out * bar)
 
     def gradient(*args: Any) -> Any:
         return jax.grad(loss)(*args)
 
     specs = (whole, spec, spec, spec, spec)
-    sharded = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=whole))(tokens, q, k, v, bar)
+    sharded = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=whole))(
+        tokens, q, k, v, bar
+    )
     plain = jax.jit(gradient)(tokens, q, k, v, bar)
     for x, y in zip(jax.tree.leaves(sharded), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
@@ -155,7 +161,9 @@ def test_nothing_of_size_length_times_band_leaves_a_kernel(backend: str) -> None
 def test_memory_grows_linearly() -> None:
     def temporary(length: int) -> int:
         x = jax.ShapeDtypeStruct((1, 1, length, 16), jnp.float32)
-        program = jax.jit(output_and_gradients("banded", tail_steps=1, bandwidth=32)).lower(x, x, x, x).compile()
+        program = (
+            jax.jit(output_and_gradients("banded", tail_steps=1, bandwidth=32)).lower(x, x, x, x).compile()
+        )
         return int(program.memory_analysis().temp_size_in_bytes)
 
     assert temporary(8192) <= 2.3 * temporary(4096)
@@ -166,7 +174,9 @@ def test_values_on_padding_do_not_matter() -> None:
     ids = jnp.asarray(np.where(np.arange(L) < 17, 0, -1))
     run = jax.jit(output_and_gradients("banded", segment_ids=ids, tail_steps=1))
     clean = run(q, k, v, bar)
-    dirty = run(*(x.at[:, :, 17:].set(bad) for x, bad in zip((q, k, v), (1e9, jnp.nan, jnp.inf), strict=True)), bar)
+    dirty = run(
+        *(x.at[:, :, 17:].set(bad) for x, bad in zip((q, k, v), (1e9, jnp.nan, jnp.inf), strict=True)), bar
+    )
     for x, y in zip(clean, dirty, strict=True):
         np.testing.assert_array_equal(x, y)
         assert not np.any(np.asarray(y)[:, :, 17:])
@@ -210,9 +220,19 @@ BAD = [
     ((x(1, 5, 4),) * 3, {"a": -x(5)}, ValueError, "a must be finite, not negative"),
     ((x(1, 5, 4),) * 3, {"segment_ids": x(5)}, TypeError, "segment_ids must be integers"),
     ((x(1, 5, 4),) * 3, {"dustbin": {"q": 1}}, TypeError, "dustbin must be a Dustbin"),
-    ((x(1, 5, 4),) * 3, {"dustbin": Dustbin(x(1, 3), x(1, 4), x(1, 4))}, ValueError, "dustbin.q must have shape"),
+    (
+        (x(1, 5, 4),) * 3,
+        {"dustbin": Dustbin(x(1, 3), x(1, 4), x(1, 4))},
+        ValueError,
+        "dustbin.q must have shape",
+    ),
     ((x(1, 5, 4),) * 3, {"scale": "big"}, TypeError, "scale must be a real number"),
-    ((x(1, 5, 4), x(1, 7, 4), x(1, 7, 4)), {}, ValueError, "as many active queries as keys.*capacity='lengths'"),
+    (
+        (x(1, 5, 4), x(1, 7, 4), x(1, 7, 4)),
+        {},
+        ValueError,
+        "as many active queries as keys.*capacity='lengths'",
+    ),
 ]
 
 

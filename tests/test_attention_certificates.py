@@ -17,7 +17,9 @@ from tests.attention_truth import Problem, gaussian, truth
 from tests.test_attention_adjoint import bin_of, case, lane, relative, split
 
 
-def certify(problem: Problem, options: dict[str, Any], tokens: Any = None, name: str = "", **more: Any) -> Any:
+def certify(
+    problem: Problem, options: dict[str, Any], tokens: Any = None, name: str = "", **more: Any
+) -> Any:
     """The certificate of one lane in float64."""
     with jax.enable_x64(True), jax.disable_jit():
         return bias_certificate(
@@ -75,13 +77,14 @@ def test_bounds_are_above_the_actual_remainder(seed: int, scale: float, steps: i
 def test_measured_bias_falls_with_depth_and_slower_on_a_band() -> None:
     """As in the anchor: R = 2 is enough for a dense problem with small scores, not on a band."""
     depth = {}
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.disable_jit():
         for name, width, scale in (("dense", 24, 0.1), ("band", 5, 0.5)):
             p = gaussian(24, 24, 4, width, seed=8, scale=scale)
             arrays = [lane(x) for x in (p.q, p.k, p.v, p.bar)]
             options = {"bandwidth": width, "scale": scale, "base_steps": 15, "backend": "reference"}
-            depth[name] = select_tail_depth(*arrays, tau=1e-3, max_depth=2, **options) if name == "dense" else None
-            if name == "band":
+            if name == "dense":
+                depth[name] = select_tail_depth(*arrays, tau=1e-3, max_depth=2, **options)
+            else:
                 with pytest.warns(ConvergenceWarning, match="no tail_steps up to 2 meets tau=0.001"):
                     depth[name] = select_tail_depth(*arrays, tau=1e-3, max_depth=2, **options)
     dense, band = depth["dense"], depth["band"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ot_newton.backends.select import BACKENDS, DENSE_ENTRIES, choose_backend, get_backend
+from ot_newton.backends.select import DENSE_ENTRIES, choose_backend, get_backend
 from tests.conformance import BACKEND_CHECKS
+from tests.helpers import BACKENDS
 
 
 @pytest.mark.parametrize("check", BACKEND_CHECKS)

@@ -116,9 +116,9 @@ def test_exp2_ends(exp2: Callable, dtype: type, floor: float) -> None:
 
 @DTYPES
 def test_nan_reaches_the_result(dtype: torch.dtype) -> None:
-    q, k, w, u, a, b = problem(1, 20, 40, 3, dtype)
-    for d in (3, 6):
-        tiles = bind(q.repeat(1, 1, d // 3), k.repeat(1, 1, d // 3))
+    for d in (2, 9):
+        q, k, w, u, a, b = problem(1, 20, 40, d, dtype)
+        tiles = bind(q, k)
         broken = u.clone()
         broken[0, 7] = float("nan")
         lse, rowsum = tiles.lse(broken, b, 1, w)
@@ -130,7 +130,7 @@ def test_nan_reaches_the_result(dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_guard_is_per_lane(dtype: torch.dtype) -> None:
-    q, k, w, u, a, b = problem(3, 33, 70, 3, dtype)
+    q, k, w, u, _, b = problem(3, 33, 70, 2, dtype)
     tiles = bind(q, k)
     good, rowsum = tiles.lse(u, b, 1, w)
     assert rowsum is not None and tiles.counter.passes == 1
@@ -154,8 +154,7 @@ def test_no_mass_gives_minus_infinity(dtype: torch.dtype) -> None:
     assert bool(lse[0].isfinite().all()) and bool((lse[1] == float("-inf")).all())
 
 
-@DTYPES
-@pytest.mark.parametrize("d", [2, 9])
+@pytest.mark.parametrize(("dtype", "d"), [(torch.float32, 2), (torch.float64, 9)], ids=["d2", "d9"])
 def test_bits_do_not_depend_on_threads(threads: Callable[[int], None], dtype: torch.dtype, d: int) -> None:
     p = problem(2, 150, 530, d, dtype)
     threads(1)
@@ -167,7 +166,7 @@ def test_bits_do_not_depend_on_threads(threads: Callable[[int], None], dtype: to
 
 @DTYPES
 def test_lane_alone_equals_lane_in_batch(dtype: torch.dtype) -> None:
-    p = problem(3, 65, 97, 3, dtype)
+    p = problem(3, 65, 97, 2, dtype)
     together = everything(p)
     for lane in range(3):
         alone = everything(tuple(t[lane : lane + 1] for t in p))  # type: ignore[arg-type]

@@ -47,12 +47,14 @@ def _fresh(code: str) -> list[str]:
 
 
 def test_import_is_light():
-    for attempt in range(4):  # a busy machine may be slow once, not every time
+    taken = []
+    for _ in range(4):  # a busy machine may be slow once, not every time
         seconds, modules = _fresh(LIGHT)
         assert not HEAVY & set(modules.split())
-        if float(seconds) < IMPORT_SECONDS:
-            return
-    raise AssertionError(f"import ot_newton took {seconds} s after torch, {attempt + 1} times above {IMPORT_SECONDS}")
+        taken.append(float(seconds))
+        if taken[-1] < IMPORT_SECONDS:
+            break
+    assert min(taken) < IMPORT_SECONDS
 
 
 def test_the_light_import_test_would_see_a_heavy_module():

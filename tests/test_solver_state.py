@@ -224,3 +224,22 @@ def test_callbacks_may_be_several_and_must_be_callable():
     with pytest.raises(TypeError, match="callback must be callable"):
         NewtonCG(rosenbrock).minimize(start(), callback=[3])
     assert not CallbackDispatch(None)
+
+
+@both
+def test_a_rejected_trial_does_not_spoil_the_warm_start(method):
+    """Every evaluation starts warm from an accepted point, whatever was tried and rejected before it."""
+
+    class Recording(Warm):
+        starts = []
+
+        def __call__(self, x):
+            self.starts.append(tuple(self.last.tolist()))
+            return super().__call__(x)
+
+    loss = Recording()
+    loss.last, loss.starts = start(), []
+    accepted = {tuple(start().tolist())}
+    r = NewtonCG(loss, method=method).minimize(start(), callback=lambda x: accepted.add(tuple(x.tolist())))
+    assert r.n_fun > r.n_iter + 1 and len(loss.starts) == r.n_fun
+    assert set(loss.starts) <= accepted

@@ -82,15 +82,13 @@ def ratio(log_top: Array, log_bottom: Array, shift: Array | float = 0.0) -> Arra
     return jnp.where(active, jnp.exp(jnp.where(active, log_top - log_bottom, 0.0) + shift), 0.0)
 
 
-def step_back(
-    sweeps: Sweeps, lane: Lane, u: Array, v: Array, col: Array, direct: Array | float
-) -> Array:
-    """ubar of one step from its vbar: `direct - P(u, v) (vbar / b)`. One sweep."""
+def step_back(sweeps: Sweeps, lane: Lane, u: Array, v: Array, col: Array, direct: Array | float) -> Array:
+    """Ubar of one step from its vbar: `direct - P(u, v) (vbar / b)`. One sweep."""
     return direct - sweeps.row_apply(u, v, divide(col, lane.b))
 
 
 def step_back_previous(sweeps: Sweeps, lane: Lane, u: Array, v_previous: Array, row: Array) -> Array:
-    """vbar of the previous step: `- P(u, v_previous)' (ubar / a)`. One sweep."""
+    """Vbar of the previous step: `- P(u, v_previous)' (ubar / a)`. One sweep."""
     return -sweeps.col_apply(u, v_previous, divide(row, lane.a))
 
 

@@ -130,8 +130,8 @@ def _scale(scale: Any, d: int) -> Any:
 def choose_backend(backend: str, interpret: Any, n: int, m: int, bandwidth: int) -> tuple[str, Any]:
     """The backend's name and how its kernels run.
 
-    `auto` is `pallas` on a TPU; elsewhere `reference` where the band fills more than half of a score matrix of
-    at most 2^20 entries, else `banded`. An explicit name is never overridden.
+    `auto` is `pallas` on a TPU; elsewhere `reference` where the band fills more than half of a score matrix
+    of at most 2^20 entries, else `banded`. An explicit name is never overridden.
     """
     check_choice("backend", backend, BACKENDS)
     on_tpu = jax.default_backend() == "tpu"
@@ -192,9 +192,14 @@ def check_call(q: Any, k: Any, v: Any, options: Options, *, feasible: bool = Tru
 
 
 def _check_feasible(
-    options: Options, a: Array, b: Array, ids: tuple[Array, Array] | None, bandwidth: int, capacity: str | None
+    options: Options,
+    a: Array,
+    b: Array,
+    ids: tuple[Array, Array] | None,
+    bandwidth: int,
+    capacity: str | None,
 ) -> None:
-    """Unit targets on equal lengths with common segments are met by the diagonal; everything else is tested."""
+    """Test all but unit targets on equal lengths with common segments, which the diagonal meets."""
     unit = options.get("a") is None and options.get("b") is None
     common = ids is None or not isinstance(options.get("segment_ids"), tuple)
     if unit and common and a.shape == b.shape:

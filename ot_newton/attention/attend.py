@@ -32,13 +32,14 @@ def sinkhorn_attention(
     r"""Balanced optimal-transport attention inside the band `|i - j| <= bandwidth`.
 
     With scores `S = scale * q k'` (eps absorbed), T stopped Sinkhorn steps from v = 0 and R differentiated
-    ones, the result is `P v`, `P = exp(S + u 1' + 1 v')`, whose columns sum to b exactly and whose rows sum to a
-    as far as T + R steps converged. Its gradient is that of the surrogate whose base is constant, exactly;
-    `bias_certificate` measures the rest. A small R is not always enough on a band: `select_tail_depth` measures.
+    ones, the result is `P v`, `P = exp(S + u 1' + 1 v')`, whose columns sum to b exactly and whose rows sum
+    to a as far as T + R steps converged. Its gradient is that of the surrogate whose base is constant,
+    exactly; `bias_certificate` measures the rest. A small R is not always enough on a band:
+    `select_tail_depth` measures.
 
-    Cost: 2T + 2R + 1 sweeps of O(L W d) forward, 2R + 1 backward; memory O(L) (`reference`: O(L^2)). Reverse mode
-    only (`jax.grad`, `jax.vjp`); `jit`, `vmap` and `shard_map` over leading axes work. Half precision computes in
-    float32. Source: Forde, arXiv 2605.08123; general targets and any R are ours.
+    Cost: 2T + 2R + 1 sweeps of O(L W d) forward, 2R + 1 backward; memory O(L) (`reference`: O(L^2)). Reverse
+    mode only (`jax.grad`, `jax.vjp`); `jit`, `vmap` and `shard_map` over leading axes work. Half precision
+    computes in float32. Source: Forde, arXiv 2605.08123; general targets and any R are ours.
 
     Args:
         q: queries, (..., heads, n, d).
@@ -62,7 +63,8 @@ def sinkhorn_attention(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a wrong shape or value; or targets, known before tracing, that no coupling in the band meets
+        ValueError: a wrong shape or value; or targets, known before tracing, that no coupling in the band
+        meets
             (such as unit targets with unequal lengths). For traced targets see `check_band`.
     """
     call = check_call(

@@ -21,7 +21,7 @@ _BLOCK_LOW, _BLOCK_HIGH = 64, 256
 
 
 def block_rows(n: int, bandwidth: int) -> int:
-    """Rows of one tile: the power of two above the bandwidth within limits, no more than n rounded up to 8."""
+    """Rows of one tile: a power of two near the bandwidth, within limits and n rounded up to 8."""
     block = _BLOCK_LOW
     while block < min(bandwidth, _BLOCK_HIGH):
         block *= 2
@@ -82,7 +82,7 @@ class _Half:
         return jnp.where(mask, scores, -jnp.inf)
 
     def scan(self, body: Callable[..., Any], init: Any, row_data: tuple[Array, ...]) -> tuple[Any, Any]:
-        """Run `body(carry, start, rows, cols, scores, *row_data)` over the blocks; stacked outputs are joined."""
+        """Run `body(carry, start, rows, cols, scores, *row_data)` over the blocks; outputs are joined."""
 
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             start, rows, ids, data = x
@@ -171,7 +171,13 @@ class BandedSweeps:
         v_padded, right_padded = half.pad(v, -jnp.inf), half.pad(right, 0)
 
         def body(
-            sums: Array, start: Array, _rows: Array, _cols: Array, scores: Array, u_block: Array, l_block: Array
+            sums: Array,
+            start: Array,
+            _rows: Array,
+            _cols: Array,
+            scores: Array,
+            u_block: Array,
+            l_block: Array,
         ) -> tuple[Array, None]:
             plan = jnp.exp(scores + u_block[:, None] + half.window(v_padded, start)[None, :])
             z = plan * dot_t(l_block, half.window(right_padded, start))

@@ -1,10 +1,10 @@
 """What stopping the base drops from the gradient: measured exactly, bounded, and used to choose R.
 
-`g_full = g_tail + eta_R`, `eta_R = (d v_0 / d S)' vbar_0`: one pullback through the base, whose vbar_0 the tail's
-adjoint yields anyway. The l1 norm of eta_R in score space is bounded by `sum_t n_t (1 + c_t)`, with
-`n_T = |vbar_0|_1`, `n_(t-1) = c_t r_t n_t`, where c_t, r_t are the Dobrushin coefficients
-`max_(i,k) |row_i - row_k|_1 / 2` of the column- and row-stochastic factors of step t, or, cruder, tanh(D/4) of the
-scores' projective diameter D. On a band two distant rows share no key, so both coefficients are 1 there.
+`g_full = g_tail + eta_R`, `eta_R = (d v_0 / d S)' vbar_0`: one pullback through the base, whose vbar_0 the
+tail's adjoint yields anyway. The l1 norm of eta_R in score space is bounded by `sum_t n_t (1 + c_t)`, with
+`n_T = |vbar_0|_1`, `n_(t-1) = c_t r_t n_t`, where c_t, r_t are the Dobrushin coefficients `max_(i,k) |row_i -
+row_k|_1 / 2` of the column- and row-stochastic factors of step t, or, cruder, tanh(D/4) of the scores'
+projective diameter D. On a band two distant rows share no key, so both coefficients are 1 there.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def bias_certificate(q: Any, k: Any, v: Any, cotangent: Any, **options: Unpack[O
     leading = call.lane.q.shape[:-2]
     bounds = np.zeros((2, *leading))
     for index in lane_indices(call):
-        bounds[(slice(None), *index)] = _bounds(call, remainder, index)
+        bounds[0][index], bounds[1][index] = _bounds(call, remainder, index)
     sizes = (np.asarray(remainder.l1), np.asarray(remainder.l2), _relative(remainder))
     return BiasCertificate(dq, dk, da, db, tokens, *sizes, bounds[0], bounds[1], call.config.tail_steps)
 
@@ -205,7 +205,9 @@ def select_tail_depth(
         need_concrete("q", call.lane.q)
         biases.append(float(np.max(_relative(_measure(call, cotangent)))))
         if biases[-1] <= tau:
-            return TailDepth(depth, tuple(biases), tau, f"tail_steps={depth} has bias {biases[-1]:.3g} <= {tau:g}")
+            return TailDepth(
+                depth, tuple(biases), tau, f"tail_steps={depth} has bias {biases[-1]:.3g} <= {tau:g}"
+            )
     message = (
         f"no tail_steps up to {max_depth} meets tau={tau:g}: the bias at {max_depth} is {biases[-1]:.3g}. "
         "Raise max_depth or tau, add bias_certificate's remainder to the gradient, or set base_steps=0"

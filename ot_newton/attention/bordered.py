@@ -81,13 +81,15 @@ class BorderedSweeps:
         band = self.inner.col_apply(u[:n], v[:m], x[:n]) + dot(bottom.T, x[n:])
         return jnp.concatenate([band, dot(right.T, x[:n]) + dot(corner.T, x[n:])])
 
-    def _weighted_border(
-        self, u: Array, v: Array, left: Array, right: Array
-    ) -> tuple[Array, Array, Array]:
+    def _weighted_border(self, u: Array, v: Array, left: Array, right: Array) -> tuple[Array, Array, Array]:
         """The border of `Z = P * (left right')`."""
         l_band, l_slot, r_band, r_slot = self._split(left, right)
         p_right, p_bottom, p_corner = self._border(u, v)
-        return p_right * dot_t(l_band, r_slot), p_bottom * dot_t(l_slot, r_band), p_corner * dot_t(l_slot, r_slot)
+        return (
+            p_right * dot_t(l_band, r_slot),
+            p_bottom * dot_t(l_slot, r_band),
+            p_corner * dot_t(l_slot, r_slot),
+        )
 
     def score_gradients(self, u: Array, v: Array, left: Array, right: Array) -> tuple[Array, Array]:
         """See `Sweeps`."""

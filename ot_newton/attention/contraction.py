@@ -1,7 +1,7 @@
 """Projective contraction of the Sinkhorn recursion, where it can be certified.
 
-For a strictly positive matrix K = exp(S), one full step contracts Hilbert's metric by `rho = tanh(D/4)^2`, with
-the projective diameter `D = max_(i,k) osc_j (S_i - S_k)`; D is the same for K' and for every diagonal
+For a strictly positive matrix K = exp(S), one full step contracts Hilbert's metric by `rho = tanh(D/4)^2`,
+with the projective diameter `D = max_(i,k) osc_j (S_i - S_k)`; D is the same for K' and for every diagonal
 scaling of K (Birkhoff). A band with two rows of different support has D = inf: no rate can be certified.
 """
 
@@ -43,7 +43,7 @@ class ContractionCertificate:
 
     @property
     def rate(self) -> np.ndarray | None:
-        """rho = tanh(D/4)^2 rounded to float64, NaN where not certified; None if no lane is."""
+        """Rho = tanh(D/4)^2 rounded to float64, NaN where not certified; None if no lane is."""
         gap = self.rate_gap
         return None if gap is None else np.where(np.isinf(self.diameter), np.nan, 1 - gap)
 
@@ -113,7 +113,7 @@ def contraction_certificate(
     reason = None
     if refused:
         reason = (
-            f"{len(refused)} of {diameter.size} blocks (first: {refused[0]}) are not strictly positive inside "
+            f"{len(refused)} of {diameter.size} blocks (first: {refused[0]}) are not strictly positive in "
             f"bandwidth={call.config.bandwidth}: their projective diameter is infinite"
         )
     return ContractionCertificate(diameter, gap, log_gap, reason)

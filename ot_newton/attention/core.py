@@ -81,7 +81,9 @@ def adjoint_lanes(config: Config, lane: Lane, cotangent: Array) -> Adjoint:
     def one(pair: Any) -> Adjoint:
         single, bar = _spread(pair[0]), pair[1]
         output, duals = lane_forward(config, single)
-        return Adjoint(tail_pullback(make_sweeps(config, single), single, duals, output, bar, base=True), duals)
+        return Adjoint(
+            tail_pullback(make_sweeps(config, single), single, duals, output, bar, base=True), duals
+        )
 
     return _over_pairs(one, lane, cotangent)  # type: ignore[no-any-return]
 

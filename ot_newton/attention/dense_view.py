@@ -45,7 +45,9 @@ def need_concrete(name: str, value: Any) -> np.ndarray:
     """
     found = concrete(value)
     if found is None:
-        raise TypeError(f"{name} must be a concrete array, got a traced one: certificates run outside jit and vmap")
+        raise TypeError(
+            f"{name} must be a concrete array, got a traced one: certificates run outside jit and vmap"
+        )
     return found
 
 

@@ -1,7 +1,7 @@
 """The Sinkhorn recursion of one lane: the stopped base, and the tail whose potentials are all kept.
 
-One step is `u = log a - LSE_j(S + v)`, then `v = log b - LSE_i(S + u)`; eps is absorbed in the scores. The base
-starts from v = 0. Nothing is centred: a centred tail would break `P(u_r, v_(r-1))` being row-stochastic.
+One step is `u = log a - LSE_j(S + v)`, then `v = log b - LSE_i(S + u)`; eps is absorbed in the scores. The
+base starts from v = 0. Nothing is centred: a centred tail would break `P(u_r, v_(r-1))` being row-stochastic.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ gradient), for a layout that wants a whole block. The same recursion and the sam
 augmented support. This is algebra on a balanced problem: it is not a KL-unbalanced model, and the mass that
 the dustbin takes is not priced by a divergence.
 
-- `capacity="unit"`: the slot has target 1 on both sides (the published single-active-dustbin path). It can take
-  one unit of each side, so active lengths must agree.
-- `capacity="lengths"`: `a = [a, sum b]`, `b = [b, sum a]` (SuperGlue's form): any token may go unmatched, so any
-  lengths and any band are feasible.
+- `capacity="unit"`: the slot has target 1 on both sides (the published single-active-dustbin path). It can
+  take one unit of each side, so active lengths must agree.
+- `capacity="lengths"`: `a = [a, sum b]`, `b = [b, sum a]` (SuperGlue's form): any token may go unmatched, so
+  any lengths and any band are feasible.
 """
 
 from __future__ import annotations

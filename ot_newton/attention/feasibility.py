@@ -1,8 +1,9 @@
 """Whether targets can be met inside a band.
 
 The band is monotone, so the north-west-corner coupling decides: targets are feasible exactly when, for every
-query i, the mass of the queries up to i fits into the keys up to i + W, and the same with the sides exchanged.
-With segments this holds within each segment, in the order of its tokens. Equal totals follow from the last i.
+query i, the mass of the queries up to i fits into the keys up to i + W, and the same with the sides
+exchanged. With segments this holds within each segment, in the order of its tokens. Equal totals follow from
+the last i.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def check_band(a: Any, b: Any, bandwidth: int, *, segment_ids: Any = None, rtol:
         rtol: mass, relative to the total, that may be left over.
 
     Returns:
-        A boolean array of the leading shape. A capacity dustbin makes any targets feasible; do not check then.
+        A boolean array of the leading shape. A capacity dustbin makes any targets feasible; do not check
+        then.
 
     Raises:
         ValueError: leading axes of a and b differ, or a bad bandwidth or rtol.
@@ -156,15 +158,18 @@ def require_feasible(
         _check_masses(rows, cols)
         total = max(rows.sum(), cols.sum())
         if abs(rows.sum() - cols.sum()) > rtol * total:
-            what = "unit targets need as many active queries as keys" if unit_targets else "a and b must balance"
+            what = (
+                "unit targets need as many active queries as keys" if unit_targets else "a and b must balance"
+            )
             raise ValueError(
-                f"{what}, found sums {rows.sum():g} and {cols.sum():g}: pass a= and b= of equal sums, or {capacity}"
+                f"{what}, found sums {rows.sum():g} and {cols.sum():g}: "
+                f"pass a= and b= of equal sums, or {capacity}"
             )
         if unit_dustbin:
             excess = unmatched(rows, cols, bandwidth, a_ids, b_ids)
             if excess > 1 + rtol * total:
                 raise ValueError(
-                    f"bandwidth={bandwidth} leaves {excess:g} of the mass unmatched and a unit dustbin takes 1: "
+                    f"bandwidth={bandwidth} leaves {excess:g} of the mass unmatched, a unit dustbin takes 1: "
                     f"raise bandwidth, or use {capacity}"
                 )
         elif _violation(np, rows, cols, bandwidth, a_ids, b_ids) > rtol:
@@ -177,5 +182,6 @@ def _check_masses(rows: np.ndarray, cols: np.ndarray) -> None:
     for name, x in (("a", rows), ("b", cols)):
         if not np.all(np.isfinite(x)) or np.any(x < 0) or x.sum() <= 0:
             raise ValueError(
-                f"{name} must be finite, not negative and not all zero, got values in [{x.min():g}, {x.max():g}]"
+                f"{name} must be finite, not negative and not all zero, "
+                f"got values in [{x.min():g}, {x.max():g}]"
             )

@@ -1,9 +1,9 @@
 """Device code of the Pallas TPU kernels: one tile of the band at a time.
 
-Grid: (row block, offset). Row block `i` meets the column blocks `i + offset - reach`, `offset = 0 .. 2 reach`;
-the index maps clip at the ends, so every kernel guards `0 <= column block < count`: a clipped block would be
-counted twice. Row vectors are (B, 1) blocks, column vectors (1, B) blocks; B is a multiple of 128, a legal
-tile on every axis. Products of float32 ask for full precision: the default rounds operands to bfloat16.
+Grid: (row block, offset). Row block `i` meets the column blocks `i + offset - reach`, `offset = 0 .. 2
+reach`; the index maps clip at the ends, so every kernel guards `0 <= column block < count`: a clipped block
+would be counted twice. Row vectors are (B, 1) blocks, column vectors (1, B) blocks; B is a multiple of 128, a
+legal tile on every axis. Products of float32 ask for full precision: the default rounds operands to bfloat16.
 """
 
 from __future__ import annotations
@@ -127,17 +127,19 @@ def matmul_kernel(
         out_ref[...] += _dot(plan, x_ref[...], (1, 0))
 
 
-def gradients_kernel(
-    q_ref: Ref, k_ref: Ref, q_ids_ref: Ref, k_ids_ref: Ref, u_ref: Ref, v_ref: Ref,
-    left_ref: Ref, right_ref: Ref, dq_ref: Ref, dk_ref: Ref, ring_ref: Ref, *, grid: BandGrid,
-) -> None:  # fmt: skip
-    """dQ and dK from one visit of each tile `Z = P * (left right')`.
+def gradients_kernel(*refs: Ref, grid: BandGrid) -> None:
+    """Both score gradients from one visit of each tile `Z = P * (left right')`.
 
     dQ accumulates over the offsets of its row block. A column block collects from the row blocks
-    `j - reach .. j + reach`, so its sum lives in a ring of `2 reach + 1` scratch slots, opened at its first row
-    block and written out at offset 0 of its last one, `i = j + reach`. The grid has `reach` row blocks more
-    than there are column blocks, which only empty the ring.
+    `j - reach .. j + reach`, so its sum lives in a ring of `2 reach + 1` scratch slots, opened at its first
+    row block and written out at offset 0 of its last one, `i = j + reach`. The grid has `reach` row blocks
+    more than there are column blocks, which only empty the ring.
+
+    Args:
+        *refs: q, k, q_ids, k_ids, u, v, left (B, r), right (B, r); outputs dq, dk (B, d); the ring.
+        grid: the static band.
     """
+    q_ref, k_ref, q_ids_ref, k_ids_ref, u_ref, v_ref, left_ref, right_ref, dq_ref, dk_ref, ring_ref = refs
     i, offset, j, inside = _position(grid)
     slot = jax.lax.rem(jnp.maximum(j, 0), jnp.int32(grid.offsets))
     present = i < grid.row_blocks

@@ -29,17 +29,31 @@ from ot_newton.backends.triton_kernels.hadamard import hadamard_kernel
 from ot_newton.backends.triton_kernels.lse import lse_kernel
 from ot_newton.backends.triton_kernels.transport import transport_kernel
 
-__all__ = ["Loop", "Report", "build", "compile_kernel", "constants", "kernels_command", "table", "to_markdown"]
+__all__ = [
+    "Loop",
+    "Report",
+    "build",
+    "compile_kernel",
+    "constants",
+    "kernels_command",
+    "table",
+    "to_markdown",
+]
 
 FUNCTIONS = {"lse": lse_kernel, "transport": transport_kernel, "hadamard": hadamard_kernel}
 POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64"}
 OPERANDS = {"fp16": "*fp16", "bf16": "*bf16"}
+RANK = {4: 1, 64: 16}
+COLUMNS = (
+    "kernel", "d", "precision", "dtype", "width", "arch", "tile m x n x d", "warps", "registers", "shared",
+    "spills", "tensor-core", "EX2", "pairs", "EX2 per sweep step",
+)  # fmt: skip
 TENSOR_CORE = re.compile(r"^(HMMA|HGMMA|DMMA|QGMMA|UTC\w*MMA)")
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One innermost loop of the machine code: instructions per thread and step."""
+    """One loop of the machine code: instructions per thread and step, inner loops counted once."""
 
     instructions: Counter[str]
 
@@ -62,7 +76,7 @@ class Report:
         local: bytes of local memory per thread; 0 without spills.
         tensor_core: tensor-core instructions.
         exp2: EX2 instructions.
-        loops: innermost loops, in program order.
+        sweeps: smallest loops that hold EX2 instructions, in program order.
         ttir: the kernel in Triton's own intermediate form.
     """
 
@@ -75,7 +89,7 @@ class Report:
     local: int
     tensor_core: int
     exp2: int
-    loops: tuple[Loop, ...]
+    sweeps: tuple[Loop, ...]
     ttir: str
 
     @property
@@ -117,7 +131,9 @@ def compile_kernel(key: KernelKey, config: TileConfig, arch: int, **options: Any
     """
     function = FUNCTIONS[key.kernel]
     if not isinstance(function, triton.runtime.JITFunction):
-        raise RuntimeError("kernels are interpreted in this process (TRITON_INTERPRET=1): start one without it")
+        raise RuntimeError(
+            "kernels are interpreted in this process (TRITON_INTERPRET=1): start one without it"
+        )
     values = constants(key, config, **options)
     signature: dict[str, str] = {}
     aligned: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -128,7 +144,7 @@ def compile_kernel(key: KernelKey, config: TileConfig, arch: int, **options: Any
     compiled = triton.compile(
         ASTSource(function, signature, values, aligned),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True},
+        options=config.options,
     )
     usage = _resources(compiled.asm["cubin"])
     code = _instructions(compiled.asm["sass"])
@@ -143,7 +159,7 @@ def compile_kernel(key: KernelKey, config: TileConfig, arch: int, **options: Any
         local=usage["LOCAL"],
         tensor_core=sum(bool(TENSOR_CORE.match(name)) for name in names),
         exp2=sum(name.startswith("MUFU.EX2") for name in names),
-        loops=tuple(_innermost(code)),
+        sweeps=tuple(_sweeps(code)),
         ttir=compiled.asm["ttir"],
     )
 
@@ -185,12 +201,14 @@ def _instructions(sass: str) -> list[tuple[str, int]]:
     return [(name, places.get(to, -1) if to[:2] != "0x" else int(to, 16) // 16) for name, to in found]
 
 
-def _innermost(code: Sequence[tuple[str, int]]) -> Iterator[Loop]:
-    """Loops (backward jumps) that hold no other loop."""
+def _sweeps(code: Sequence[tuple[str, int]]) -> Iterator[Loop]:
+    """Loops (backward jumps) that hold EX2 instructions and no smaller such loop."""
     spans = sorted({(start, end) for end, (_, start) in enumerate(code) if 0 <= start < end})
-    for start, end in spans:
-        if not any((s, e) != (start, end) and start <= s and e <= end for s, e in spans):
-            yield Loop(Counter(name for name, _ in code[start : end + 1]))
+    loops = {span: Counter(name for name, _ in code[span[0] : span[1] + 1]) for span in spans}
+    held = [span for span in spans if Loop(loops[span]).count("MUFU.EX2")]
+    for start, end in held:
+        if not any((s, e) != (start, end) and start <= s and e <= end for s, e in held):
+            yield Loop(loops[start, end])
 
 
 def table(archs: Iterable[int] = tuple(DEVICE_CLASSES)) -> list[tuple[KernelKey, TileConfig, int]]:
@@ -203,16 +221,18 @@ def table(archs: Iterable[int] = tuple(DEVICE_CLASSES)) -> list[tuple[KernelKey,
 
 
 def _keys() -> Iterator[KernelKey]:
-    dims = [(3, True), (16, False), (32, False), (64, False), (128, False), (0, False)]
-    for dim, by_coordinate in dims:
-        precisions = ("ieee",) if by_coordinate else ("ieee", "tf32x3", "tf32", "fp16", "bf16")
-        for precision in precisions:
-            yield KernelKey("lse", dim, by_coordinate, precision)
-        for precision in precisions[:3]:
-            for width in (1, 4, 16, 64):
-                yield KernelKey("transport", dim, by_coordinate, precision, width=width)
-            for width in (4, 16, 64):
-                yield KernelKey("hadamard", dim, by_coordinate, precision, width=width, rank=1 if width <= 4 else 16)
+    for dim in (3, 16, 64, 128, 0):
+        small = dim == 3
+        for precision in ("ieee",) if small else ("ieee", "tf32x3", "tf32", "fp16"):
+            yield KernelKey("lse", dim, small, precision)
+        for precision, widths in {"ieee": (1, 4, 16, 64), "tf32x3": (1, 64), "tf32": (64,)}.items():
+            if small and precision != "ieee":
+                continue
+            for width in widths:
+                yield KernelKey("transport", dim, small, precision, width=width)
+            for width in widths:
+                if width in (4, 64):
+                    yield KernelKey("hadamard", dim, small, precision, width=width, rank=RANK[width])
     for dim in (3, 0):
         yield KernelKey("lse", dim, True, dtype=torch.float64)
         yield KernelKey("transport", dim, True, dtype=torch.float64, width=4)
@@ -226,17 +246,14 @@ def build(archs: Iterable[int]) -> list[Report]:
 
 def to_markdown(reports: Iterable[Report]) -> str:
     """One row per kernel, config and architecture."""
-    head = (
-        "| kernel | d | precision | dtype | width | arch | tile m x n x d | warps | stages | registers | shared | "
-        "spills | tensor-core | EX2 |"
-    )
-    lines = [head, "|" + "---|" * 14]
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     for r in reports:
         k, c = r.key, r.config
         cells = (
             k.kernel, k.dim or "any", k.precision, str(k.dtype).removeprefix("torch."), k.width or "",
-            f"sm_{r.arch}", f"{c.block_m} x {c.block_n} x {c.block_d}", c.warps, c.stages, r.registers,
-            r.shared, r.stack + r.local, r.tensor_core, r.exp2,
+            f"sm_{r.arch}", f"{c.block_m} x {c.block_n} x {c.block_d}", c.warps, r.registers, r.shared,
+            r.stack + r.local, r.tensor_core, r.exp2, r.pairs,
+            ", ".join(str(loop.count("MUFU.EX2")) for loop in r.sweeps),
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"

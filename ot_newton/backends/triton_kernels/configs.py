@@ -37,6 +37,9 @@ or half inputs with float32 accumulation. Up to `FMA_DIM` coordinates all of the
 DEVICE_CLASSES = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Compute capability of a class, and its shared memory per program (bytes; 80 includes 8.6 and 8.9)."""
 
+INTERPRETER = 0
+"""Stands for the CPU: one larger tile for every kernel, since the interpreter's time goes by tiles."""
+
 FMA_DIM = 8
 """Clouds of up to this many coordinates are multiplied on the FMA units, coordinate by coordinate."""
 
@@ -115,6 +118,8 @@ class TileConfig:
         block_d: coordinates per product, 1 on the FMA units.
         warps: warps per program.
         stages: depth of the load pipeline.
+        registers: cap of registers per thread, 0 to leave it to the assembler, which at times spills a few
+            bytes to reach a higher occupancy.
     """
 
     block_m: int
@@ -122,6 +127,7 @@ class TileConfig:
     block_d: int = 1
     warps: int = 4
     stages: int = 2
+    registers: int = 0
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -137,6 +143,14 @@ class TileConfig:
             raise ValueError(f"block_d must be 1 or at least {MIN_DOT}, got {self.block_d}")
         if not 1 <= self.stages <= 5:
             raise ValueError(f"stages must be in [1, 5], got {self.stages}")
+        if self.registers and not 32 <= self.registers <= REGISTERS:
+            raise ValueError(f"registers must be 0 or in [32, {REGISTERS}], got {self.registers}")
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Compiler options; fused multiply-add is asked for by name, since its default differs by release."""
+        cap = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True, **cap}
 
 
 def d_bucket(d: int, dtype: torch.dtype) -> Bucket:
@@ -244,6 +258,8 @@ def default_config(key: KernelKey, device: int) -> TileConfig:
     Raises:
         ValueError: no legal tile (a key outside of the buckets).
     """
+    if device == INTERPRETER:
+        return TileConfig(64, 64, 1 if key.by_coordinate else min(key.dim or LARGE_BLOCK, 64))
     config = _default(key)
     problem = legal(key, config, device)
     if problem:
@@ -252,13 +268,26 @@ def default_config(key: KernelKey, device: int) -> TileConfig:
 
 
 def _default(key: KernelKey) -> TileConfig:
+    hadamard, cap = key.kernel == "hadamard", 0 if key.kernel == "lse" else REGISTERS
     if key.dtype == torch.float64:
-        return TileConfig(32, 32)
+        return TileConfig(32, 32, warps=4 if key.kernel == "lse" else 8)
     if key.by_coordinate:
-        return TileConfig(32, 64, warps=8 if key.kernel == "hadamard" else 4)
-    depth = key.dim or LARGE_BLOCK
+        return TileConfig(32, 64, warps=8 if hadamard or key.width > 16 else 4)
     if key.precision == "ieee":
-        return TileConfig(64, 32, 16, warps=8 if key.kernel == "hadamard" else 4)
-    if key.columns:
-        return TileConfig(64, 32, min(depth, 32))
-    return TileConfig(64, 64, min(depth, 64), warps=8 if key.vectors > 2 else 4)
+        few = key.dim > 0 and not hadamard and key.width in (0, 1, 16)
+        return TileConfig(64 if key.dim or not hadamard else 32, 32, 16, 4 if few else 8, registers=cap)
+    if key.kernel == "lse":
+        return _tensor_core_lse(key)
+    if key.precision == "tf32x3":
+        if key.columns > 16:
+            return TileConfig(32, 32, 16, warps=8 if hadamard else 4, registers=cap)
+        return TileConfig(64, 32, min(key.dim, 32) if key.dim else 16, warps=8, registers=cap)
+    return TileConfig(64, 32, min(key.dim or LARGE_BLOCK, 32), warps=8)
+
+
+def _tensor_core_lse(key: KernelKey) -> TileConfig:
+    if key.precision == "tf32x3" and key.dim not in (16, 32):
+        return TileConfig(64, 32, 32, warps=4 if key.dim else 8)
+    if not key.dim:
+        return TileConfig(64, 64, 32, warps=8)
+    return TileConfig(64, 64, min(key.dim, 64))

@@ -1,7 +1,7 @@
 """Device code: Hadamard-weighted transport, `(P . (A B^T)) W`, with a plain transport beside it (MATH 5)."""
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, PLR0917
 
 import triton
 import triton.language as tl

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from ot_newton.backends.triton_kernels.configs import (
+    INTERPRETER,
     PRECISIONS,
     Bucket,
     KernelKey,
@@ -43,7 +44,6 @@ INTERPRETED = not isinstance(lse_kernel, triton.runtime.JITFunction)
 """Whether the kernels were imported under TRITON_INTERPRET=1 and run on the CPU, slowly, for tests."""
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-INTERPRETED_CLASS = 80
 
 
 def check_device(device: torch.device) -> int:
@@ -54,7 +54,7 @@ def check_device(device: torch.device) -> int:
     """
     if device.type == "cpu":
         if INTERPRETED:
-            return INTERPRETED_CLASS
+            return INTERPRETER
         raise ValueError(
             "backend 'triton' needs CUDA tensors, got device cpu; move the clouds to a GPU, or use "
             "backend='cpu' (TRITON_INTERPRET=1 interprets the kernels on the CPU, for tests)"
@@ -92,24 +92,29 @@ class _Launcher:
         return known
 
     def __call__(
-        self, kernel: Any, key: KernelKey, rows: int, lanes: int, rest: tuple[int, ...], args: tuple[Any, ...], **meta: Any
+        self,
+        kernel: Any,
+        key: KernelKey,
+        args: tuple[Any, ...],
+        *,
+        rows: int,
+        lanes: int,
+        rest: tuple[int, ...] = (),
+        meta: dict[str, Any],
     ) -> int:
-        """Launch over (lanes * row blocks, *rest); returns the number of row blocks."""
+        """Launch over (lanes * row blocks, *rest); returns the size of the first axis."""
 
         def launch(config: TileConfig) -> None:
             running(key.kernel)
-            grid = (lanes * triton.cdiv(rows, config.block_m), *rest)
-            kernel[grid](
+            kernel[(lanes * triton.cdiv(rows, config.block_m), *rest)](
                 *args,
                 BLOCK_M=config.block_m,
                 BLOCK_N=config.block_n,
                 BLOCK_D=config.block_d,
                 DIM=key.dim,
                 PRECISION="tf32" if key.precision in HALF else key.precision,
-                num_warps=config.warps,
-                num_stages=config.stages,
-                enable_fp_fusion=True,
                 **meta,
+                **config.options,
             )
 
         with _guard(self.device):
@@ -136,6 +141,8 @@ def tune(choices: tuple[TileConfig, ...], launch: Callable[[TileConfig], None]) 
 
 def _pack(cloud: Tensor, bucket: Bucket, dtype: torch.dtype) -> Tensor:
     """A cloud (B, size, d) in the layout of its bucket, its own storage."""
+    if INTERPRETED and dtype == torch.bfloat16:  # numpy has none: the rounded numbers as float32
+        cloud, dtype = cloud.to(dtype).float(), torch.float32
     if bucket.by_coordinate:
         return cloud.to(dtype).mT.contiguous()
     missing = bucket.stored - cloud.shape[-1]
@@ -165,9 +172,7 @@ def _pack_both(q: Tensor, k: Tensor, precision: str) -> _Operands:
 class TritonPlan:
     """Streamed products with one plan."""
 
-    def __init__(
-        self, tiles: TritonTiles, row_bias: Tensor, col_bias: Tensor, a: Tensor, b: Tensor
-    ) -> None:
+    def __init__(self, tiles: TritonTiles, row_bias: Tensor, col_bias: Tensor, a: Tensor, b: Tensor) -> None:
         self.tiles, self.counter = tiles, tiles.counter
         self.operands = tiles.plan_operands
         self.row = torch.stack([row_bias, a], dim=1)
@@ -196,7 +201,8 @@ class TritonPlan:
         width = width_block(p, self.dtype)
         args = (q, k, *self._sides(axis), v.contiguous(), out, n, m, self.operands.bucket.stored, p)
         key, rest = self._key("transport", width), (triton.cdiv(p, width),)
-        self.tiles.launch(transport_kernel, key, n, self.lanes, rest, args, BLOCK_P=width)
+        meta = {"BLOCK_P": width}
+        self.tiles.launch(transport_kernel, key, args, rows=n, lanes=self.lanes, rest=rest, meta=meta)
         return out
 
     def apply_hadamard(
@@ -226,7 +232,9 @@ class TritonPlan:
         width, depth = width_block(p, self.dtype), rank_block(rank, self.dtype)
         out = torch.empty((self.lanes, blocks, n, p), dtype=self.dtype, device=v.device)
         t = 0 if transport is None else transport.shape[-1]
-        moved = out if transport is None else torch.empty((self.lanes, n, t), dtype=self.dtype, device=v.device)
+        moved = (
+            out if transport is None else torch.empty((self.lanes, n, t), dtype=self.dtype, device=v.device)
+        )
         v, near, far = v.contiguous(), near.contiguous(), far.contiguous()
         tensors = (near, far, v, out, v if transport is None else transport.contiguous(), moved)
         sizes = (n, m, self.operands.bucket.stored, rank, p, t, blocks)
@@ -234,7 +242,7 @@ class TritonPlan:
         key = self._key("hadamard", width, rank=depth, transport=beside)
         rest = (triton.cdiv(p, width), blocks)
         meta = {"BLOCK_P": width, "BLOCK_R": depth, "BLOCK_T": beside}
-        self.tiles.launch(hadamard_kernel, key, n, self.lanes, rest, args, **meta)
+        self.tiles.launch(hadamard_kernel, key, args, rows=n, lanes=self.lanes, rest=rest, meta=meta)
         return out, None if transport is None else moved
 
     def to_dense(self) -> Tensor:
@@ -243,19 +251,48 @@ class TritonPlan:
         return self._transport(identity.expand(self.lanes, -1, -1), 1)
 
 
-class TritonTiles:
-    """Clouds packed for the kernels."""
+class _Trips:
+    """Second sweeps of one tiles object, counted by the kernels and read when somebody may wait."""
 
-    def __init__(self, backend: TritonBackend, q: Tensor, k: Tensor, counter: PassCounter) -> None:
+    def __init__(self, device: torch.device, counter: PassCounter) -> None:
+        self.count = torch.zeros(2, dtype=torch.int32, device=device)
+        self.row_blocks = [1, 1]
+        self.counter = counter
+
+    def settle(self) -> None:
+        """Count them: a pass per full set of row blocks, rounded up. Waits for the device."""
+        for blocks, tripped in zip(self.row_blocks, self.count.tolist(), strict=True):
+            self.counter.add(-(-tripped // blocks))
+        self.count.zero_()
+
+
+class TritonTiles:
+    """Clouds packed for the kernels.
+
+    Args:
+        backend: precision and autotuning.
+        q: clouds as bound, kept for plan products of another precision.
+        k: likewise.
+        counter: of passes.
+        operands: the packed clouds if there are any yet.
+    """
+
+    def __init__(
+        self,
+        backend: TritonBackend,
+        q: Tensor,
+        k: Tensor,
+        counter: PassCounter,
+        operands: _Operands | None = None,
+    ) -> None:
         self.backend, self.counter = backend, counter
         self.launch = _Launcher(q.device, check_device(q.device), backend.autotune)
-        self.operands = _pack_both(q, k, backend.precision)
+        self.operands = _pack_both(q, k, backend.precision) if operands is None else operands
         self.host_guard = q.device.type == "cpu" if backend.host_guard is None else backend.host_guard
+        self.trips = _Trips(q.device, counter)
+        backend.unsettled.append(self.trips)
         self._source = (q, k)
         self._plan_operands: _Operands | None = None
-        # row blocks that swept twice, per axis; read only when a plan is made
-        self.trips = torch.zeros(2, dtype=torch.int32, device=q.device)
-        self.row_blocks = [1, 1]
 
     @property
     def plan_operands(self) -> _Operands:
@@ -281,24 +318,23 @@ class TritonTiles:
         shift = stabilizer.contiguous() if stabilizer is not None else lse
         bucket = self.operands.bucket
         key = KernelKey("lse", bucket.dim, bucket.by_coordinate, self.backend.precision, bias.dtype)
-        args = (q, k, bias.contiguous(), weight.contiguous(), shift, lse, sums, self.trips[axis])
-        sizes = (n, m, bucket.stored)
-        self.row_blocks[axis] = self.launch(
-            lse_kernel, key, n, bias.shape[0], (), (*args, *sizes), WARM=warm
-        )
+        tensors = (q, k, bias.contiguous(), weight.contiguous(), shift, lse, sums, self.trips.count[axis])
+        args = (*tensors, n, m, bucket.stored)
+        blocks = self.launch(lse_kernel, key, args, rows=n, lanes=bias.shape[0], meta={"WARM": warm})
+        self.trips.row_blocks[axis] = blocks
         self.counter.add()
         if not warm:
             return lse, None
         if self.host_guard and bool(torch.isnan(sums).any()):
-            self._settle()
+            self.trips.settle()
             return lse, None
         return lse, sums
 
-    def _settle(self) -> None:
-        """Count the second sweeps: a pass per full set of row blocks, rounded up. Waits for the device."""
-        for axis, tripped in enumerate(self.trips.tolist()):
-            self.counter.add(-(-tripped // self.row_blocks[axis]))
-        self.trips.zero_()
+    def take(self, lanes: Tensor) -> TritonTiles:
+        """See `Tiles.take`."""
+        operands = replace(self.operands, q=self.operands.q[lanes], k=self.operands.k[lanes])
+        q, k = self._source
+        return TritonTiles(self.backend, q[lanes], k[lanes], self.counter, operands)
 
     def plan(self, row_bias: Tensor, col_bias: Tensor, a: Tensor, b: Tensor) -> TritonPlan:
         """See `Tiles.plan`."""
@@ -335,11 +371,11 @@ class TritonBackend:
         self.plan_precision = check_choice("plan_precision", chosen, PRECISIONS[:3])
         self.autotune = os.environ.get("OT_NEWTON_AUTOTUNE") == "1" if autotune is None else autotune
         self.host_guard = host_guard
-        self._unsettled: list[TritonTiles] = []
+        self.unsettled: list[_Trips] = []
 
     @property
     def name(self) -> str:
-        """"triton", or "triton:tf32" and so on for another precision."""
+        """The name with its precision: "triton" for ieee, else "triton:tf32" and so on."""
         return "triton" if self.precision == "ieee" else f"triton:{self.precision}"
 
     def bind(self, q: Tensor, k: Tensor, counter: PassCounter) -> TritonTiles:
@@ -350,14 +386,11 @@ class TritonBackend:
         """
         if q.dtype == torch.float64 and (self.precision != "ieee" or self.plan_precision != "ieee"):
             raise ValueError(
-                f"precision must be 'ieee' for float64 clouds, got {self.precision!r}; convert them to float32"
+                f"precision must be 'ieee' for float64 clouds, got {self.precision!r}; or use float32 clouds"
             )
-        tiles = TritonTiles(self, q, k, counter)
-        self._unsettled.append(tiles)
-        return tiles
+        return TritonTiles(self, q, k, counter)
 
     def settle(self) -> None:
-        """Add the second sweeps of all tiles bound so far to their counters."""
-        for tiles in self._unsettled:
-            tiles._settle()
-        self._unsettled.clear()
+        """Add the second sweeps of all tiles bound so far to their counters; waits for the device."""
+        for trips in self.unsettled:
+            trips.settle()

@@ -1,7 +1,7 @@
 """Device code: row-wise base-2 log-sum-exp of a biased dot product (MATH 2)."""
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, PLR0917
 
 import triton
 import triton.language as tl

@@ -10,7 +10,7 @@ mask, `b_` a block in registers. Sizes n and m are never compile-time constants.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, PLR0917
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
 """Device code: transport of a matrix, `P V` of any width, both axes from the same operands (MATH 2, 5)."""
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, PLR0917
 
 import triton
 import triton.language as tl

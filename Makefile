@@ -1,0 +1,63 @@
+# Every target makes its own environment in .venv, by `pip install -c constraints.txt` alone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+PIP_INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
+MANIFESTS := setup.cfg pyproject.toml constraints.txt
+
+.PHONY: help install demo test lint bench notebooks docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "install    make $(VENV) with the package, its experiments and the tools"
+	@echo "demo       shuffled regression: diabetes table (8 starts), 8 synthetic seeds (3 starts each)"
+	@echo "test       the test suite on $(JOBS) processes (JOBS=n)"
+	@echo "lint       ruff, mypy, import contracts"
+	@echo "bench      timings beside the peers, each checked against the other first"
+	@echo "notebooks  execute the notebooks in place"
+	@echo "docs       the reference site"
+	@echo "clean      remove $(VENV), caches and build products"
+
+$(VENV)/.installed: $(MANIFESTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ot-newton needs Python >= 3.11: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -e '.[experiments,jax,dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(PIP_INSTALL) -e '.[bench]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP_INSTALL) -e '.[docs]'
+	@touch $@
+
+install: $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	$(BIN)/ot-newton shuffled-regression --data diabetes --starts 8 --out results/demo/diabetes
+	$(BIN)/ot-newton shuffled-regression --seeds 8 --starts 3 --out results/demo/synthetic
+
+# One thread a process: the processes share the cores, and the sizes are small.
+test: $(VENV)/.installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m ot_newton.experiments.bench
+
+notebooks: $(VENV)/.docs
+	@set -e; for book in $(wildcard notebooks/*.ipynb); do \
+		echo "$$book"; $(BIN)/jupyter execute --inplace "$$book"; done
+
+docs: $(VENV)/.docs
+	$(BIN)/pdoc --docformat google --math -o site ot_newton
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,83 @@
+"""What a run needs to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["NewtonState"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class NewtonState:
+    """State of a `NewtonCG` run between two steps.
+
+    A run resumed from it repeats, bitwise on a CPU, what the uninterrupted run would have done; its
+    counters go on. The evaluation that rebuilds the graph at ``x`` is not counted again.
+
+    Attributes:
+        x: the point, in the caller's shape.
+        radius: trust-region radius or step length; None before the first step.
+        grad_max: largest gradient norm so far.
+        fun_start: first value of the loss.
+        x_scale: largest |x| so far.
+        norm: estimate of |H| so far.
+        n_iter: outer steps.
+        n_escapes: escapes spent.
+        n_certificates: certificates and probes: each has a fresh seed.
+        seed: seed of all of them.
+        counters: n_fun, n_grad, n_hvp.
+        plan_passes: plan passes counted by the run.
+        seconds: time spent.
+        linear: every product so far was zero.
+        history: rows, as plain dictionaries.
+        warm: the loss's warm-start state before its evaluation at ``x``.
+        monitor: state of the monitor.
+    """
+
+    x: Tensor = field(repr=False)
+    radius: float | None
+    grad_max: float
+    fun_start: float
+    x_scale: float
+    norm: float
+    n_iter: int
+    n_escapes: int
+    n_certificates: int
+    seed: int
+    counters: dict[str, int]
+    plan_passes: int
+    seconds: float
+    linear: bool
+    history: list[dict[str, Any]] = field(repr=False)
+    warm: Any = field(default=None, repr=False)
+    monitor: dict[str, Any] | None = field(default=None, repr=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to ``path``, through a temporary file so that a crash leaves the old one."""
+        temporary = f"{os.fspath(path)}.tmp"
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        torch.save({"format": FORMAT, **values}, temporary)
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> NewtonState:
+        """Read a state that `save` wrote; nothing in the file is executed.
+
+        Raises:
+            ValueError: not such a file, or of another format.
+        """
+        values = torch.load(path, weights_only=True)
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise ValueError(f"path must be a state saved by NewtonState.save, got {os.fspath(path)}")
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Numbers only, for logs."""
+        return {k: v for k, v in asdict(self).items() if k not in {"x", "history", "warm", "monitor"}}
