@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ot_newton.backends.select import choose_backend, get_backend
-from ot_newton.errors import ConvergenceWarning, Status, check_choice, check_integer
-from ot_newton.fixed_point import IterationInfo
+from ot_newton.errors import ConvergenceWarning, PrecisionWarning, Status, check_choice, check_integer
+from ot_newton.fixed_point import IterationInfo, noise_floor
 from ot_newton.packing import BatchOptions, run_batch
 from ot_newton.potentials import Biases
 from ot_newton.problem import OTProblem
@@ -121,6 +121,14 @@ def _batched(problems: list[OTProblem]) -> OTProblem:
     )
 
 
+def _tolerances(problems: list[OTProblem], tol: float | None) -> list[tuple[float, float]]:
+    """(tolerance, noise floor) of every problem; at most one warning, of the worst."""
+    tolerance(max(problems, key=noise_floor), tol)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        return [tolerance(problem, tol) for problem in problems]
+
+
 def _starts(batch: OTProblem, problems: list[OTProblem], init: Any) -> Biases | None:
     """Biases of per-problem starts (results, potentials or pairs), padded with zeros."""
     if init is None:
@@ -158,7 +166,7 @@ def sinkhorn_batch(
             (padded with atoms of zero weight). Or one batched problem.
         mode: "packed" takes finished problems out of the batch; "masked" freezes them; "fixed" iterates
             all until all pass the same audit.
-        tol: as in `sinkhorn`; the floor is that of the worst problem.
+        tol: as in `sinkhorn`; floors are those of the single problems.
         max_iter: cap.
         check_every: iterations between two audits.
         init: one start per problem, or None.
@@ -187,10 +195,11 @@ def sinkhorn_batch(
     single = _single(problems)
     batch = _batched(single)
     name = choose_backend(backend, batch.device, batch.n, batch.m)
-    limit, floor = tolerance(batch, tol)
+    limits = _tolerances(single, tol)
     start = _starts(batch, single, init)
     counter = PassCounter()
-    options = BatchOptions(limit, cap, mode, every, callback)
+    targets = torch.tensor([limit for limit, _ in limits], dtype=torch.float64)
+    options = BatchOptions(targets, cap, mode, every, callback)
     run = run_batch(batch, get_backend(name), options, counter, start)
     results = []
     for k, problem in enumerate(single):
@@ -202,19 +211,20 @@ def sinkhorn_batch(
                 statuses=(run.statuses[k],),
                 iterations=run.depth[k : k + 1],
                 errors=run.error[k : k + 1],
-                noise_floor=floor,
-                tol=limit,
+                noise_floor=limits[k][1],
+                tol=limits[k][0],
                 counter=PassCounter(2 * int(run.depth[k])),
                 history=run.history,
                 backend=name,
             )
         )
     missed = tuple(k for k, s in enumerate(run.statuses) if s is not Status.CONVERGED)
-    if missed and tol != 0:
+    stopped = all(run.statuses[k] is Status.CALLBACK for k in missed)
+    if missed and tol != 0 and not stopped:
         shown = ", ".join(map(str, missed[:10])) + (", ..." if len(missed) > 10 else "")
         warnings.warn(
-            f"sinkhorn_batch: {len(missed)} of {len(single)} problems missed tolerance {limit:.1e} "
-            f"within {cap} iterations: ids {shown}",
+            f"sinkhorn_batch: {len(missed)} of {len(single)} problems missed their tolerance "
+            f"({max(limit for limit, _ in limits):.1e}) within {cap} iterations: ids {shown}",
             ConvergenceWarning,
             stacklevel=2,
         )

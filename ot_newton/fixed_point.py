@@ -27,7 +27,7 @@ from ot_newton.protocols import PassCounter, PlanBackend, Tiles
 __all__ = ["FixedPoint", "IterationInfo", "SinkhornOptions", "Stage", "noise_floor", "run_sinkhorn"]
 
 STALL_WINDOW = 50
-RATE_WINDOW = 10
+RATE_WINDOW = 5
 STALL_RATIO = 0.999
 STALL_FLOOR_FACTOR = 1e3
 ANNEAL_RATIO = 0.5
@@ -270,7 +270,9 @@ class _Run:
         values = error.tolist()
         for lane in self.running():
             self.errors[lane], self.n_iter[lane] = values[lane], iteration
-            status = self._judge(lane, values[lane])
+            # A start from far away may overflow here and be healed by the first update.
+            healing = iteration == 0 and not math.isfinite(values[lane])
+            status = None if healing else self._judge(lane, values[lane])
             if status is not None:
                 ended[lane] = status
         self._finish(ended)

@@ -280,7 +280,8 @@ class LinearizedPlan:
         if m.p_vy is not None and m.p_yvy is not None and m.vy is not None:
             terms += [-rowdot(self.x[:, None], m.p_vy), m.p_yvy]
             reach = m.vy.abs().amax((-2, -1))[:, :, None] * r[:, None]
-            span = self.x.abs().sum(-1)[:, None] + self.y.abs().sum(-1).amax(-1)[:, None, None]
+            far = (self.y.abs().sum(-1) * (self.b > 0)).amax(-1)
+            span = self.x.abs().sum(-1)[:, None] + far[:, None, None]
             size += [span * reach]
         out, scale = (2 * self.s * total_of(t, self._shape(v, self.x)) for t in (terms, size))
         if v.a is not None:

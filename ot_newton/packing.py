@@ -28,9 +28,9 @@ __all__ = ["BatchOptions", "BatchRun", "run_batch"]
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Validated options of a batch."""
+    """Validated options of a batch; ``tol`` (B,) is each lane's own tolerance."""
 
-    tol: float
+    tol: Tensor
     max_iter: int
     mode: str
     check_every: int
@@ -78,6 +78,7 @@ class _Batch:
         self.stage = Stage.bind(problem, backend, counter, problem.eps)
         lanes, device = problem.lanes, problem.device
         self.ids = torch.arange(lanes, device=device)
+        self.tol = options.tol.to(device)
         self.w = None if start is None else start.row.clone()
         self.u = -squared_norms(problem, problem.eps)[1] if start is None else start.col.clone()
         self.live = torch.ones(lanes, dtype=torch.bool, device=device)
@@ -100,7 +101,7 @@ class _Batch:
         row[self.ids] = error
         self.profile.append((iteration, row))
         met = self.met[self.ids]
-        below = error <= self.options.tol
+        below = error <= self.tol
         self.recrossings[self.ids] += (met & ~below).to(torch.int64)
         self.met[self.ids] = below
         seconds = time.perf_counter() - self.start
@@ -109,10 +110,15 @@ class _Batch:
         return error
 
     def verify(self, lanes: Tensor) -> Tensor:
-        """(k,) two-sided errors of some live lanes, from products with their plans."""
+        """(k,) two-sided errors of some live lanes, from products with their plans.
+
+        One by one: a product of several lanes may round differently, and a verdict must not depend on
+        the neighbours.
+        """
         assert self.w is not None
         self.verifications += int(lanes.numel())
-        return self.stage.take(lanes).two_sided(self.w[lanes], self.u[lanes])
+        each = [self.stage.take(one).two_sided(self.w[one], self.u[one]) for one in lanes[:, None]]
+        return torch.cat(each)
 
     def release(self, lanes: Tensor, error: Tensor, iteration: int, status: Status | None = None) -> None:
         """Write live lanes into the outputs under their own ids."""
@@ -120,8 +126,9 @@ class _Batch:
         ids = self.ids[lanes]
         self.out.row[ids], self.out.col[ids] = self.w[lanes], self.u[lanes]
         self.error[ids], self.depth[ids] = error, iteration
-        for lane, value in zip(ids.tolist(), error.tolist(), strict=True):
-            done = Status.CONVERGED if value <= self.options.tol else Status.MAX_ITER
+        limits = self.tol[lanes].tolist()
+        for lane, value, limit in zip(ids.tolist(), error.tolist(), limits, strict=True):
+            done = Status.CONVERGED if value <= limit else Status.MAX_ITER
             self.statuses[lane] = Status.NAN if value != value else (status or done)
         self.live[lanes] = False
 
@@ -131,14 +138,14 @@ class _Batch:
         broken = (self.live & ~torch.isfinite(error)).nonzero()[:, 0]
         if broken.numel():
             self.release(broken, error[broken], iteration, Status.NAN)
-        passing = self.live & (error <= self.options.tol)
+        passing = self.live & (error <= self.tol)
         if self.options.mode == "fixed" and not bool((passing | ~self.live).all()):
             return
         candidates = passing.nonzero()[:, 0]
         if candidates.numel() == 0:
             return
         checked = self.verify(candidates)
-        good = checked <= self.options.tol
+        good = checked <= self.tol[candidates]
         if self.options.mode == "fixed" and not bool(good.all()):
             return
         self.release(candidates[good], checked[good], iteration)
@@ -152,7 +159,8 @@ class _Batch:
             return
         assert self.w is not None
         self.stage = self.stage.take(keep)
-        self.ids, self.w, self.u = self.ids[keep], self.w[keep], self.u[keep]
+        self.ids, self.tol = self.ids[keep], self.tol[keep]
+        self.w, self.u = self.w[keep], self.u[keep]
         self.live = self.live[keep]
 
     def step(self, lse: Tensor) -> None:

@@ -28,11 +28,24 @@ def safe_inverse(v: Tensor) -> Tensor:
     return torch.where(v > 0, 1.0 / torch.where(v > 0, v, torch.ones_like(v)), torch.zeros_like(v))
 
 
-def _without_noise(b: Tensor, scale: Tensor) -> Tensor:
-    """Right-hand sides below rounding of the terms they were made of count as zero (MATH 5)."""
+def _above_noise(b: Tensor, scale: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
+    """Right-hand sides below rounding of the terms they were made of count as zero (MATH 5).
+
+    Args:
+        b: (B,N,K).
+        scale: (B,N,K) sums of the absolute values of the terms.
+        rtol: tolerance asked for.
+
+    Returns:
+        The right-hand sides, and (B,1,K) tolerances no tighter than their rounding.
+    """
     noise = 8 * torch.finfo(b.dtype).eps * scale.square().sum(1, keepdim=True).sqrt()
     size = b.square().sum(1, keepdim=True).sqrt()
-    return torch.where(size <= noise, torch.zeros_like(b), b)
+    real = size > noise
+    relative = torch.where(
+        real, noise / torch.where(real, size, torch.ones_like(size)), torch.zeros_like(size)
+    )
+    return torch.where(real, b, torch.zeros_like(b)), relative.clamp_min(rtol)
 
 
 def _report(w: Tensor, result: CGResult) -> SchurSolve:
@@ -122,13 +135,13 @@ class SchurSystem:
         Returns:
             The block. Cost: 2 passes per CG step; a direct solve costs none once factorized.
         """
-        b = _without_noise(self.project(self.half_inverse * rhs), self.half_inverse * scale)
+        b, relative = _above_noise(self.project(self.half_inverse * rhs), self.half_inverse * scale, rtol)
         if self.direct:
-            return self._solve_direct(b, rtol)
-        z, result = self._solve_cg(b, rtol, DEFAULT_MAX_CG if max_cg is None else max_cg)
+            return self._solve_direct(b, relative)
+        z, result = self._solve_cg(b, relative, DEFAULT_MAX_CG if max_cg is None else max_cg)
         return _report(self.half_inverse * z, result)
 
-    def _solve_cg(self, b: Tensor, rtol: float, max_cg: int) -> tuple[Tensor, CGResult]:
+    def _solve_cg(self, b: Tensor, rtol: Tensor, max_cg: int) -> tuple[Tensor, CGResult]:
         """Deflated CG on the normalized system; its Krylov space feeds the deflation."""
         space = self.deflation
         if space is not None:
@@ -159,7 +172,7 @@ class SchurSystem:
         scaled = result.residual * (reduced / torch.where(size > 0, size, torch.ones_like(size))).squeeze(1)
         return z, replace(result, residual=scaled)
 
-    def _solve_direct(self, b: Tensor, rtol: float) -> SchurSolve:
+    def _solve_direct(self, b: Tensor, rtol: Tensor) -> SchurSolve:
         """Factorized solve with one refinement by the assembled matrix."""
         if self._solver is None:
             self._solver = self._factorize()
@@ -168,17 +181,16 @@ class SchurSystem:
         size = b.square().sum(1).sqrt()
         left = (b - self._assembled @ z).square().sum(1).sqrt()
         residual = torch.where(size > 0, left / torch.where(size > 0, size, torch.ones_like(size)), 0 * size)
-        return SchurSolve(self.half_inverse * z, 0, residual, bool((residual <= rtol).all()), ("DIRECT",))
+        return SchurSolve(
+            self.half_inverse * z, 0, residual, bool((residual <= rtol.squeeze(1)).all()), ("DIRECT",)
+        )
 
     def _factorize(self) -> Callable[[Tensor], Tensor]:
         """Cholesky of `S^ + null null^T`; eigenvalues with a rounding cutoff where that is singular."""
         count, eps = self.diag.shape[-1], torch.finfo(self.diag.dtype).eps
-        identity = torch.eye(count, dtype=self.diag.dtype, device=self.diag.device).expand(
-            len(self.diag), -1, -1
-        )
-        matrix = self.normalized_matmat(identity)
-        dead = torch.diag_embed((self.half_inverse.squeeze(-1) <= 0).to(matrix.dtype))
-        self._assembled = (matrix + matrix.mT) / 2 + dead
+        # Columns of zero weight are zero in K, so that they keep the identity.
+        k = self.row_inverse.sqrt() * self.plan.to_dense() * self.half_inverse.mT
+        self._assembled = torch.diag_embed(torch.ones_like(self.diag)) - k.mT @ k
         full = self._assembled + self.null * self.null.mT if self.balanced else self._assembled
         factor, info = torch.linalg.cholesky_ex(full)
         pivots = torch.diagonal(factor, dim1=-2, dim2=-1).square()
@@ -213,11 +225,11 @@ class SelfSystem:
 
     def solve(self, rhs: Tensor, scale: Tensor, rtol: float, max_cg: int | None = None) -> SchurSolve:
         """Solution of `(D_r k + P) W = rhs` (B,n,K); arguments as `SchurSystem.solve`, one pass per step."""
-        b = _without_noise(self.half_inverse * rhs, self.half_inverse * scale)
+        b, relative = _above_noise(self.half_inverse * rhs, self.half_inverse * scale, rtol)
         result = conjugate_gradient(
             self.normalized_matmat,
             b,
-            rtol=rtol,
+            rtol=relative,
             max_iter=DEFAULT_MAX_CG if max_cg is None else max_cg,
             norm_estimate=1.0,
         )

@@ -30,9 +30,10 @@ __all__ = ["sinkhorn", "start_biases", "tolerance"]
 
 FLOAT64_TOL = 1e-9
 FLOAT32_FLOOR_FACTOR = 10.0
+COARSEST_TOL = 0.5  # marginals farther off are never called converged, whatever the floor
 UPDATES = ("alternating", "symmetric", "self")
 METHODS = ("auto", "sinkhorn", "newton")
-PATIENCE = 200.0
+PATIENCE = 50.0
 
 
 def tolerance(problem: OTProblem, tol: float | None) -> tuple[float, float]:
@@ -40,7 +41,8 @@ def tolerance(problem: OTProblem, tol: float | None) -> tuple[float, float]:
     floor = noise_floor(problem)
     if tol is None:
         default = FLOAT64_TOL if problem.dtype == torch.float64 else 0.0
-        return max(default, FLOAT32_FLOOR_FACTOR * floor if default == 0.0 else floor), floor
+        own = max(default, FLOAT32_FLOOR_FACTOR * floor if default == 0.0 else floor)
+        return min(own, COARSEST_TOL), floor
     tol = check_number("tol", tol, strict=False)
     if 0 < tol < floor:
         warnings.warn(
@@ -49,7 +51,7 @@ def tolerance(problem: OTProblem, tol: float | None) -> tuple[float, float]:
             PrecisionWarning,
             stacklevel=3,
         )
-        return floor, floor
+        return max(tol, min(floor, COARSEST_TOL)), floor
     return tol, floor
 
 
@@ -114,7 +116,7 @@ def sinkhorn(
             one warning. 0: exactly ``max_iter`` iterations, status MAX_ITER, no warning.
         max_iter: cap; one iteration is one f and one g update at any eps, annealing included.
         method: "sinkhorn"; "newton", truncated Newton on the dual after a few Sinkhorn iterations, for low
-            eps (MATH 8); "auto", Sinkhorn until its rate foretells more than 200 further iterations, then
+            eps (MATH 8); "auto", Sinkhorn until its rate foretells more than 50 further iterations, then
             Newton. A Newton step counts as one iteration; lanes of a batch are finished one by one.
         update: "alternating" (f, then g with the new f) or "symmetric" (both from the old ones,
             averaged; keeps f = g for identical inputs), "self" for OT(x, x): one averaged update of f = g,

@@ -226,6 +226,7 @@ BAD = [
         ValueError,
         "dustbin.q must have shape",
     ),
+    ((x(1, 5, 4),) * 3, {"interpret": "yes"}, TypeError, "interpret must be None, a bool or"),
     ((x(1, 5, 4),) * 3, {"scale": "big"}, TypeError, "scale must be a real number"),
     (
         (x(1, 5, 4), x(1, 7, 4), x(1, 7, 4)),

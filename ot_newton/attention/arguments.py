@@ -134,6 +134,12 @@ def choose_backend(backend: str, interpret: Any, n: int, m: int, bandwidth: int)
     of at most 2^20 entries, else `banded`. An explicit name is never overridden.
     """
     check_choice("backend", backend, BACKENDS)
+    if not (
+        interpret is None or isinstance(interpret, bool) or type(interpret).__name__ == "InterpretParams"
+    ):
+        raise TypeError(
+            f"interpret must be None, a bool or pltpu.InterpretParams, got {type(interpret).__name__}"
+        )
     on_tpu = jax.default_backend() == "tpu"
     if backend == "auto":
         full = 2 * bandwidth + 1 > max(n, m) // 2 and n * m <= 2**20
@@ -168,6 +174,8 @@ def check_call(q: Any, k: Any, v: Any, options: Options, *, feasible: bool = Tru
     backend, interpret = choose_backend(
         options.get("backend", "auto"), options.get("interpret"), n, m, bandwidth
     )
+    if backend == "pallas" and interpret is False and q.dtype == jnp.float64:
+        raise ValueError("q, k and v must be at most float32 for compiled kernels, got float64: cast them")
     ids = _segments(options.get("segment_ids"), leading, n, m)
     q_ids, k_ids = ids if ids is not None else (None, None)
     a = _target("a", options.get("a"), q_ids, leading, q)

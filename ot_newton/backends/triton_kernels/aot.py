@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,11 @@ from ot_newton.backends.triton_kernels.transport import transport_kernel
 __all__ = [
     "Loop",
     "Report",
-    "build",
     "compile_kernel",
     "constants",
     "kernels_command",
+    "rows",
     "table",
-    "to_markdown",
 ]
 
 FUNCTIONS = {"lse": lse_kernel, "transport": transport_kernel, "hadamard": hadamard_kernel}
@@ -239,28 +238,32 @@ def _keys() -> Iterator[KernelKey]:
         yield KernelKey("hadamard", dim, True, dtype=torch.float64, width=4, rank=1)
 
 
-def build(archs: Iterable[int]) -> list[Report]:
-    """Compile the whole table for some architectures (about a second per kernel)."""
-    return [compile_kernel(key, config, arch) for key, config, arch in table(archs)]
+def _row(report: Report) -> str:
+    """One row of the table, in Markdown."""
+    k, c = report.key, report.config
+    cells = (
+        k.kernel, k.dim or "any", k.precision, str(k.dtype).removeprefix("torch."), k.width or "",
+        f"sm_{report.arch}", f"{c.block_m} x {c.block_n} x {c.block_d}", c.warps, report.registers,
+        report.shared, report.stack + report.local, report.tensor_core, report.exp2, report.pairs,
+        ", ".join(str(loop.count("MUFU.EX2")) for loop in report.sweeps),
+    )  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def to_markdown(reports: Iterable[Report]) -> str:
-    """One row per kernel, config and architecture."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    for r in reports:
-        k, c = r.key, r.config
-        cells = (
-            k.kernel, k.dim or "any", k.precision, str(k.dtype).removeprefix("torch."), k.width or "",
-            f"sm_{r.arch}", f"{c.block_m} x {c.block_n} x {c.block_d}", c.warps, r.registers, r.shared,
-            r.stack + r.local, r.tensor_core, r.exp2, r.pairs,
-            ", ".join(str(loop.count("MUFU.EX2")) for loop in r.sweeps),
-        )  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+def rows(archs: Iterable[int]) -> Iterator[str]:
+    """The table in Markdown, line by line, compiled while it is read (1 to 5 seconds per line)."""
+    yield "| " + " | ".join(COLUMNS) + " |"
+    yield "|" + "---|" * len(COLUMNS)
+    for key, config, arch in table(archs):
+        yield _row(compile_kernel(key, config, arch))
 
 
-def kernels_command(archs: Sequence[int]) -> str:
-    """What `ot-newton kernels build --arch ...` prints: the table in Markdown.
+def kernels_command(archs: Sequence[int], write: Callable[[str], object]) -> None:
+    """What `ot-newton kernels build --arch ...` does: compile ahead and write the table in Markdown.
+
+    Args:
+        archs: compute capabilities, among 80, 90 and 100.
+        write: receives each line.
 
     Raises:
         ValueError: an architecture the kernels are not built for.
@@ -268,4 +271,5 @@ def kernels_command(archs: Sequence[int]) -> str:
     unknown = [arch for arch in archs if arch not in DEVICE_CLASSES]
     if unknown or not archs:
         raise ValueError(f"arch must be among {', '.join(map(str, DEVICE_CLASSES))}, got {list(archs)}")
-    return to_markdown(build(archs))
+    for line in rows(archs):
+        write(line)

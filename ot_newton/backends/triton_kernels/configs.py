@@ -282,7 +282,9 @@ def _default(key: KernelKey) -> TileConfig:
         if key.columns > 16:
             return TileConfig(32, 32, 16, warps=8 if hadamard else 4, registers=cap)
         return TileConfig(64, 32, min(key.dim, 32) if key.dim else 16, warps=8, registers=cap)
-    return TileConfig(64, 32, min(key.dim or LARGE_BLOCK, 32), warps=8)
+    # two chained products in one step put all warps along the rows: 16 rows each, or they repeat pairs
+    chained = key.columns > 0 and key.dim in (16, 32)
+    return TileConfig(64, 32, min(key.dim or LARGE_BLOCK, 32), warps=4 if chained else 8)
 
 
 def _tensor_core_lse(key: KernelKey) -> TileConfig:
