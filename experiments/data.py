@@ -172,25 +172,27 @@ def load_diabetes(seed: int = 0) -> RegressionData:
     return RegressionData("diabetes", x, y[order], reference=linked)
 
 
-def mixture(seed: int, n: int = 500, noise: float = 0.2) -> RegressionData:
+def mixture(seed: int, n: int = 500, noise: float = 0.2, spread: float = 1.0) -> RegressionData:
     """Three equal clusters, centres uniform in [-1,1]^5, stds .3, .05, .6; `Y = X W* + noise`, shuffled.
 
     Args:
         seed: of everything drawn.
         n: rows.
         noise: standard deviation of the Gaussian noise in Y.
+        spread: factor on the centres.
 
     Raises:
         ValueError: a bad argument.
     """
     check_integer("n", n, low=3)
     check_number("noise", noise, strict=False)
+    check_number("spread", spread)
     generator = _generator(check_integer("seed", seed))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    centres = 2 * torch.rand(3, MIXTURE_DX, generator=generator, dtype=torch.float64) - 1
+    centres = spread * (2 * torch.rand(3, MIXTURE_DX, generator=generator, dtype=torch.float64) - 1)
     label = torch.arange(n) % 3
     stds = torch.tensor(MIXTURE_STDS, dtype=torch.float64)
     x = centres[label] + stds[label, None] * normal(n, MIXTURE_DX)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_errors", "plot_trajectory", "plot_values"]
+__all__ = ["plot_errors", "plot_lines", "plot_passes", "plot_trajectory", "plot_values"]
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
 Row = Mapping[str, Any]
@@ -87,6 +87,51 @@ def plot_values(rows: Sequence[Row], path: Path) -> Path:
         axes.plot(range(len(rows)), reference, "_", ms=14, color=ORANGE, label=f"at {rows[0]['reference']}")
     axes.set_ylabel("loss OT_eps(XW, Y)")
     return _label_runs(figure, axes, rows, path)
+
+
+def plot_passes(series: Mapping[str, Mapping[str, float]], path: Path) -> Path:
+    """Plan passes of each strategy, sorted over the problems it ran.
+
+    Args:
+        series: by strategy, then by problem.
+        path: of the image.
+    """
+    figure, (axes,) = _figure(1, 3.6)
+    for (name, values), colour in zip(series.items(), (BLUE, ORANGE, GREEN, GREY), strict=False):
+        axes.plot(range(1, len(values) + 1), sorted(values.values()), color=colour, lw=1.5, label=name)
+    axes.set_yscale("log")
+    axes.set_xlabel("problems, sorted by passes")
+    axes.set_ylabel("plan passes")
+    axes.legend(fontsize=8)
+    return _save(figure, path)
+
+
+def plot_lines(
+    series: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, x: str, y: str, title: str = ""
+) -> Path:
+    """Lines with markers on doubly logarithmic axes; points that are not positive are left out.
+
+    Args:
+        series: by name, (x, y) pairs.
+        path: of the image.
+        x: label.
+        y: label.
+        title: above the axes.
+    """
+    figure, (axes,) = _figure(1, 4.0)
+    styles = ("-", "--", ":", "-.")
+    for number, (name, points) in enumerate(series.items()):
+        kept = sorted((u, v) for u, v in points if u > 0 and v > 0)
+        colour = (BLUE, ORANGE, GREEN, GREY)[number % 4]
+        xs, ys = [u for u, _ in kept], [v for _, v in kept]
+        axes.plot(xs, ys, color=colour, ls=styles[number // 4 % 4], marker="o", ms=3, lw=1.3, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=8)
+    return _save(figure, path)
 
 
 def _label_runs(figure: Figure, axes: Axes, rows: Sequence[Row], path: Path) -> Path:

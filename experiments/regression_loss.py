@@ -179,6 +179,14 @@ class RegressionLoss:
         """Absolute uncertainty of an eigenvalue of the Hessian at ``w``."""
         return self.hessian(w).noise_floor
 
+    def error_wanted(self, gradient: Tensor) -> float:
+        """Marginal error at which a gradient of that size is accurate to 1%, never below ``tol``."""
+        return max(self.tol, GRADIENT_ACCURACY * float(gradient.norm()) / self._typical)
+
+    def predict(self, w: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Potentials (f, g) extrapolated to ``w`` from the last two W; None before the first solve."""
+        return self._warm.predict(w)
+
     def warm_state(self) -> dict[str, Any]:
         """What the next solve starts from."""
         return {"points": [(known.w, known.f, known.g) for known in self._warm.known]}

@@ -20,7 +20,17 @@ from ot_newton.errors import check_integer
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["RowFile", "Task", "check_folder", "run_tasks", "settings_key", "usable_cores", "versions"]
+__all__ = [
+    "RowFile",
+    "Task",
+    "check_folder",
+    "load_average",
+    "row_head",
+    "run_tasks",
+    "settings_key",
+    "usable_cores",
+    "versions",
+]
 
 Row = dict[str, Any]
 REPORTED = ("ot-newton", "torch", "numpy", "scipy")
@@ -68,6 +78,11 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """Runnable processes over the last minute, where the system tells: timings depend on it."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
@@ -195,16 +210,21 @@ def _in_turn(tasks: Sequence[Task], worker: Callable[[Task], Row]) -> Iterator[R
         yield _guarded(worker, task, None)
 
 
-def _guarded(worker: Callable[[Task], Row], task: Task, threads: int | None) -> Row:
-    """The worker's row with key and settings; an exception is a row too."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    head: Row = {
+def row_head(task: Task) -> Row:
+    """What every row starts with."""
+    return {
         "key": task.key,
         "label": task.label,
         "settings": dict(task.settings),
         "versions": versions(),
     }
+
+
+def _guarded(worker: Callable[[Task], Row], task: Task, threads: int | None) -> Row:
+    """The worker's row with key and settings; an exception is a row too."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    head = row_head(task)
     try:
         return head | worker(task)
     except Exception as error:  # noqa: BLE001  a failed run is a row, not the end of the sweep

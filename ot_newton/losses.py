@@ -7,7 +7,6 @@ S(x, y) = OT(x,y) - OT(x,x)/2 - OT(y,y)/2 + (eps/2)(sum a - sum b)^2     (debias
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,7 +93,7 @@ class SinkhornLoss(torch.nn.Module):
                 f"unknown option {sorted(unknown)[0]!r}: SinkhornLoss takes {', '.join(SOLVE_OPTIONS)}"
             )
         self.debias, self.warm_start, self.options = bool(debias), bool(warm_start), options
-        self.last_terms: dict[str, Term] = {}
+        self.last_terms: dict[str, CrossTerm | SelfTerm] = {}
         self._total = PassCounter()
         self._starts: dict[str, Potentials] = {}
         self._frozen = False
@@ -131,22 +130,26 @@ class SinkhornLoss(torch.nn.Module):
         return self._total.passes
 
     def noise_floor(self, x: Tensor | None = None) -> float:
-        """Gradient norms (in x) below this are rounding and early stop; 0 before the first call."""
-        result = self.last_result
-        if result is None:
-            return 0.0
-        problem, error = result.problem, float(result.errors.max())
-        reach = math.sqrt(problem.centred.max_cost)
-        mass = float(problem.centred.a.double().sum(-1).max())
-        return 2.0 * self.cost_scale * reach * mass * (error + result.noise_floor)
+        """Gradient norms (in x) below this are rounding and early stop; 0 before the first call.
+
+        The terms' `SinkhornResult.gradient_noise`, added up.
+        """
+        return sum(result.gradient_noise for result in self._moved())
 
     def value_noise(self, x: Tensor | None = None) -> float:
         """Differences of values below this are rounding and early stop; 0 before the first call."""
-        result = self.last_result
-        if result is None:
-            return 0.0
-        mass = float(result.problem.centred.a.double().sum(-1).max())
-        return self.eps * mass * (float(result.errors.max()) + result.noise_floor)
+        return sum(term.result.value_noise for term in self.last_terms.values())
+
+    def hvp_noise_floor(self, x: Tensor | None = None) -> float:
+        """Curvatures (in x) below this are rounding, inner tolerance and early stop; 0 before the first call.
+
+        The terms' `HessianOperator.noise_floor`, added up. Cost: one plan pass a term.
+        """
+        return sum(result.hessian("x", rtol=self.rtol).noise_floor for result in self._moved())
+
+    def _moved(self) -> list[SinkhornResult]:
+        """Results of the terms that x enters."""
+        return [term.result for name, term in self.last_terms.items() if name != "yy"]
 
     def warm_state(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The potentials that the next call starts from."""
@@ -211,7 +214,7 @@ class SinkhornLoss(torch.nn.Module):
     def _inner(self, problem: OTProblem) -> tuple[float, int | None]:
         return default_rtol(problem.dtype) if self.rtol is None else self.rtol, self.max_cg
 
-    def _keep(self, name: str, term: Term) -> Term:
+    def _keep(self, name: str, term: CrossTerm | SelfTerm) -> Term:
         self.last_terms[name] = term
         return term
 

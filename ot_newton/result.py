@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -166,10 +167,48 @@ class SinkhornResult:
         tolerance = default_rtol(self.problem.dtype) if rtol is None else check_number("rtol", rtol, high=1.0)
         cap = None if max_cg is None else check_integer("max_cg", max_cg, low=1)
         spread = 2.0 * self.problem.cost_scale
-        floor = tolerance + 10 * self.noise_floor + float(self.errors.max())
         return HessianOperator(
-            self.linearized, wrt, rtol=tolerance, max_cg=cap, relative_floor=floor, curvature_bound=spread
+            self.linearized,
+            wrt,
+            rtol=tolerance,
+            max_cg=cap,
+            relative_floor=lambda: self.relative_floor(tolerance),
+            curvature_bound=spread,
         )
+
+    def relative_floor(self, rtol: float = 0.0) -> float:
+        """Relative uncertainty of the plan's rows: `4 rtol + 10 noise_floor + 8 stop`.
+
+        ``stop`` is the largest deviation of a marginal from the one asked for, relative to the largest one
+        asked for. Cost: none once the marginals are known.
+        """
+        stop = 0.0
+        for marginal, asked in self._asked:
+            gap = torch.where(asked > 0, marginal - asked, torch.zeros_like(asked)).abs().amax(-1)
+            stop = max(stop, float((gap / asked.amax(-1)).max()))
+        return 4 * rtol + 10 * self.noise_floor + 8 * stop
+
+    @property
+    def gradient_noise(self) -> float:
+        """Bound on the error of the gradient in the points, in the Euclidean norm over all of them.
+
+        `2 s (R + |D|) mass (marginal_error + noise_floor)`, R the reach of the centred clouds, D their
+        distance: a bound on every problem tried (a test holds it against float64), not a theorem.
+        """
+        c, s = self.problem.centred, self.problem.cost_scale
+        reach = math.sqrt(c.max_cost) + float(c.shift.square().sum(-1).max().sqrt())
+        mass = float(c.a.double().sum(-1).max())
+        return 2 * s * reach * mass * (float(self.errors.max()) + self.noise_floor)
+
+    @property
+    def value_noise(self) -> float:
+        """Bound on the error of the value, `4 eps mass (marginal_error + noise_floor) + eps_mach |value|`.
+
+        In truth second order in the marginal error, with a factor that eps alone does not tell.
+        """
+        mass = float(self.problem.centred.a.double().sum(-1).max())
+        rounding = torch.finfo(self.problem.dtype).eps * float(self.value.abs().max())
+        return 4 * self.problem.eps * mass * (float(self.errors.max()) + self.noise_floor) + rounding
 
     def schur(self, side: str = "y", *, normalized: bool = False) -> SchurComplement:
         """Schur complement of the dual Hessian on one side (MATH 5).
@@ -230,13 +269,22 @@ class SinkhornResult:
         Signed, zero at convergence, and no bound: an early-stopped plan is not primal feasible (MATH 3).
         A relaxed side uses the marginal its potential asks for in place of a. (batch).
         """
-        f, g, r, col = self._sums
-        p, c = self.problem, self.problem.centred
+        f, g, r, _ = self._sums
         total = torch.zeros_like(r[:, 0])
-        for potential, weight, marginal, rho in ((f, c.a, r, p.rho_x), (g, c.b, col, p.rho_y)):
-            asked = weight.double() if rho is None else weight.double() * torch.exp(-potential / rho)
+        for potential, (marginal, asked) in zip((f, g), self._asked, strict=True):
             total = total + _weighted(marginal - asked, potential)
         return self._out(total)
+
+    @cached_property
+    def _asked(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """(marginal, the one asked for) of both sides in float64: a, or `a exp(-f/rho)` if relaxed."""
+        f, g, r, col = self._sums
+        p, c = self.problem, self.problem.centred
+        out = []
+        for potential, weight, marginal, rho in ((f, c.a, r, p.rho_x), (g, c.b, col, p.rho_y)):
+            asked = weight.double() if rho is None else weight.double() * torch.exp(-potential / rho)
+            out.append((marginal, torch.where(weight > 0, asked, torch.zeros_like(asked))))
+        return tuple(out)
 
     def gradient(self, wrt: str = "x") -> Tensor:
         """Gradient of OT by the envelope theorem (MATH 4).

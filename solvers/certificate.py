@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from ot_newton.solvers.spectra import BAND, EigenEstimate, lambda_min
 __all__ = ["Certificate", "certify", "classify", "gradient_noise"]
 
 WIDE_FLOOR = 1e-4
+DENSE_AT_MOST = 1000
+LANCZOS_CAP = 500
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +33,9 @@ def classify(estimate: EigenEstimate, confidence: float) -> tuple[Status, str]:
     """The verdict on an estimate; pure.
 
     With `slack = max(noise_floor, 1e-6 lambda_max)`: below -slack SADDLE (proved), above slack and
-    certified MINIMUM, between DEGENERATE; UNDETERMINED where the noise floor exceeds 1e-4 lambda_max or
-    the confidence was not reached; FLAT where the Hessian is zero.
+    certified MINIMUM, between DEGENERATE; UNDETERMINED where the noise floor exceeds 1e-4 lambda_max,
+    where noise alone decides whether the value is below -slack (float32), or where the confidence was
+    not reached; FLAT where the Hessian is zero.
 
     Args:
         estimate: of the smallest eigenvalue at a point that meets the gradient test.
@@ -50,6 +53,8 @@ def classify(estimate: EigenEstimate, confidence: float) -> tuple[Status, str]:
         return Status.SADDLE, ""
     if floor > WIDE_FLOOR * scale and value <= floor:
         return Status.UNDETERMINED, f"noise floor {floor:.1e}, largest curvature {scale:.1e}"
+    if floor < slack and value < floor - slack:
+        return Status.UNDETERMINED, f"lambda_min = {value:.1e} is {slack:.1e} below zero or not: noise {floor:.1e}"
     if estimate.confidence < confidence:
         return (
             Status.UNDETERMINED,
@@ -69,9 +74,23 @@ def certify(
 ) -> Certificate:
     """Estimate lambda_min at ``point`` and classify it.
 
-    Cost: N products up to ``dense_below``; else two independent Lanczos runs.
+    Cost, at most 2N + 1 products: N up to ``dense_below``; else two independent Lanczos runs of at most
+    500 steps (N/4 up to N = 1000, and where those leave the sign open, N more for a factorization: a
+    near-null eigenvalue is out of reach of a probabilistic bound).
+
+    Args:
+        point: where the gradient test is met.
+        confidence: asked of the estimate.
+        seed: of the Lanczos starts.
+        nullspace: (N, m) directions projected out.
+        max_steps: cap on the steps of each start, without the factorization; None for the rule above.
+        dense_below: largest N that is factorized straight away.
     """
     objective = point.objective
+    n = objective.n
+    rescue = max_steps is None and dense_below < n <= DENSE_AT_MOST
+    if max_steps is None:
+        max_steps = max(n // 4, 1) if rescue else min(n, LANCZOS_CAP)
     options: dict[str, Any] = {
         "confidence": confidence,
         "tol": 1e-2,
@@ -79,11 +98,14 @@ def certify(
         "nullspace": nullspace,
         "noise_floor": objective.floor("hvp_noise_floor", point.x),
         "relative_noise": objective.relative_noise,
-        "dense_below": dense_below,
-        "max_steps": min(objective.n, 500) if max_steps is None else max_steps,
+        "max_steps": max_steps,
     }
     try:
-        estimate = lambda_min(point.hessian, **options)
+        estimate = lambda_min(point.hessian, dense_below=dense_below, **options)
+        if rescue and estimate.value >= -estimate.noise_floor and estimate.confidence < confidence:
+            spent = estimate.n_hvp
+            estimate = lambda_min(point.hessian, dense_below=n, **options)
+            estimate = replace(estimate, n_hvp=estimate.n_hvp + spent)
     except FloatingPointError as error:
         return Certificate(Status.NAN, None, str(error))
     status, note = classify(estimate, confidence)

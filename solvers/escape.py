@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,10 +14,11 @@ from ot_newton.errors import Status, check_choice, check_integer, check_number
 from ot_newton.solvers.callbacks import CallbackDispatch
 from ot_newton.solvers.line_search import leave_saddle
 from ot_newton.solvers.monitor import LanczosMonitor
-from ot_newton.solvers.newton import NewtonCG, NewtonResult, finish
+from ot_newton.solvers.newton import NewtonCG, NewtonResult, finish, resumed_or_start
 from ot_newton.solvers.newton_loop import NewtonLoop
 from ot_newton.solvers.objective import Objective, Point, as_start
 from ot_newton.solvers.spectra import EigenEstimate
+from ot_newton.solvers.state import NewtonState
 from ot_newton.solvers.switching import (
     ESCAPE,
     FIRST_ORDER,
@@ -122,24 +124,39 @@ class SaddleEscape:
         }
 
     def minimize(
-        self, x0: Any, *, callback: Callable[..., Any] | Iterable[Callable[..., Any]] | None = None
+        self,
+        x0: Any = None,
+        *,
+        resume: NewtonState | None = None,
+        callback: Callable[..., Any] | Iterable[Callable[..., Any]] | None = None,
     ) -> EscapeResult:
-        """Minimize from ``x0``.
+        """Minimize from ``x0``, or go on from a saved state.
 
         Args:
             x0: start, as for `NewtonCG`.
+            resume: the ``state`` of an `EscapeResult`: the optimizer's own state, the phase, the monitor
+                and the switches are taken up; ``x0`` is then not needed.
             callback: called after every step of either phase.
 
         Returns:
             An `EscapeResult`; warns like `NewtonCG`.
+
+        Raises:
+            TypeError: ``x0`` is not a floating tensor or array; ValueError: neither start nor state, or a
+                state of another solver.
         """
-        start = as_start(x0)
+        given = resumed_or_start(x0, resume)
+        if resume is not None and resume.escape is None:
+            raise ValueError("resume must be the state of a SaddleEscape run, got that of a NewtonCG run")
+        start = as_start(given)
         objective = self.newton.bind(start)
         monitor = self.monitor if self.monitor is not None else LanczosMonitor(**self._monitor_options)
-        run = _Run(self, objective, monitor, start.reshape(-1), CallbackDispatch(callback))
+        run = _Run(self, objective, monitor, start.reshape(-1), CallbackDispatch(callback), resume)
         status = run.run()
-        base = finish(run.loop, status, x0.dtype if isinstance(x0, Tensor) else start.dtype, stacklevel=3)
+        final = given.dtype if isinstance(given, Tensor) else start.dtype
+        base = finish(run.loop, status, final, stacklevel=3)
         values = {name: getattr(base, name) for name in base.__dataclass_fields__}
+        values["state"] = run.saved()
         first = sum(record.kind == FIRST_ORDER for record in base.history)
         return EscapeResult(
             **values, switches=tuple(run.switches), n_first_order=first, n_newton=base.n_iter - first
@@ -163,10 +180,13 @@ class _Run:
         monitor: LanczosMonitor,
         x: Tensor,
         callback: CallbackDispatch,
+        resume: NewtonState | None,
     ) -> None:
         self.config, self.objective, self.monitor, self.callback = config, objective, monitor, callback
-        self.loop = NewtonLoop(objective, config.newton.options, x)
+        self.loop = NewtonLoop(objective, config.newton.options, x, resume=resume)
         self.switches: list[Switch] = []
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer_state: dict[str, Any] | None = None
         self.state = EscapeState(
             phase=FIRST_ORDER,
             threshold=config.threshold,
@@ -175,6 +195,27 @@ class _Run:
             max_first_order=config.max_first_order,
             on_negative=config.on_negative,
         )
+        if resume is not None and resume.escape is not None:
+            self._restore(resume, resume.escape)
+
+    def _restore(self, state: NewtonState, escape: dict[str, Any]) -> None:
+        counts = {name: escape[name] for name in ("phase", "n_switches", "first_order_steps")}
+        self.state = replace(self.state, **counts)
+        self.switches = [Switch(*row) for row in escape["switches"]]
+        self.optimizer_state = escape["optimizer"]
+        if state.monitor is not None:
+            self.monitor.load_state_dict(state.monitor)
+
+    def saved(self) -> NewtonState:
+        """Snapshot between two steps."""
+        escape = {
+            "phase": self.state.phase,
+            "n_switches": self.state.n_switches,
+            "first_order_steps": self.state.first_order_steps,
+            "switches": [(s.step, s.action, s.reason) for s in self.switches],
+            "optimizer": None if self.optimizer is None else deepcopy(self.optimizer.state_dict()),
+        }
+        return replace(self.loop.state(), monitor=self.monitor.state_dict(), escape=escape)
 
     def run(self) -> Status:
         """Alternate phases until a status comes up."""
@@ -188,6 +229,7 @@ class _Run:
         self.state = replace(
             self.state, phase=phase, n_switches=self.state.n_switches + 1, first_order_steps=0
         )
+        self.optimizer = None
         self.switches.append(Switch(self.loop.n_iter, action, reason))
         self.loop.add_record("switch", reason=f"{action}: {reason}")
 
@@ -199,22 +241,24 @@ class _Run:
     def _first_order(self) -> Status | None:
         """First-order steps until the next switch; each starts by judging the point it is at."""
         parameter = self.loop.point.x.reshape(self.objective.shape).clone().requires_grad_(True)
-        optimizer = self.config.make_optimizer(parameter)
+        optimizer = self.optimizer = self.config.make_optimizer(parameter)
+        if self.optimizer_state is not None:
+            optimizer.load_state_dict(self.optimizer_state)
+            self.optimizer_state = None
         while True:
             status = self.loop.limits()
             if status is not None:
                 return status
+            # Before the probe: a resumed run must make it once, not twice.
+            if self.loop.n_iter >= self.config.max_iter and not self.loop.gradient_met():
+                return Status.MAX_ITER
             decision = self._look()
             if decision.action == ESCAPE:
-                if not self._leave(decision.reason):
-                    return Status.SADDLE
-                return None
+                return self._escape(decision.reason)
             if decision.action == NEWTON:
                 self._switch(NEWTON, decision.reason)
                 self.loop.restart()
                 return None
-            if self.loop.n_iter >= self.config.max_iter:
-                return Status.MAX_ITER
             self._first_order_step(optimizer, parameter)
             if self._called_back():
                 return Status.CALLBACK
@@ -261,6 +305,15 @@ class _Run:
         self.state = replace(self.state, first_order_steps=self.state.first_order_steps + 1)
         self.loop.move(point, FIRST_ORDER, step_norm=float((point.x - before).norm()))
 
+    def _escape(self, reason: str) -> Status | None:
+        """Leave a saddle, or end there."""
+        if self.loop.n_iter >= self.config.max_iter:
+            self.loop.note = "and the iteration limit is reached"
+            return Status.SADDLE
+        if not self._leave(reason):
+            return Status.SADDLE
+        return Status.CALLBACK if self._called_back() else None
+
     def _leave(self, reason: str) -> bool:
         """A step of negative curvature along the last estimate's vector."""
         estimate, loop = self.loop.estimate, self.loop
@@ -292,11 +345,14 @@ class _Run:
             if decision.action == STOP and status is not None:
                 return status
             if decision.action == ESCAPE:
-                return None if self._leave(decision.reason) else Status.SADDLE
-            if self._called_back():
+                return self._escape(decision.reason)
+            stopped = self._called_back()
+            if decision.action == FIRST_ORDER:
+                # Also where the callback stops: a resumed run must not miss the switch.
+                self._switch(FIRST_ORDER, decision.reason)
+            if stopped:
                 return Status.CALLBACK
             if decision.action == FIRST_ORDER:
-                self._switch(FIRST_ORDER, decision.reason)
                 return None
 
 

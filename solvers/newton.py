@@ -27,7 +27,7 @@ from ot_newton.solvers.options import NewtonOptions
 from ot_newton.solvers.spectra import EigenEstimate
 from ot_newton.solvers.state import NewtonState
 
-__all__ = ["NewtonCG", "NewtonResult", "finish"]
+__all__ = ["NewtonCG", "NewtonResult", "finish", "resumed_or_start"]
 
 SUCCESS = (Status.MINIMUM, Status.DEGENERATE)
 
@@ -119,7 +119,8 @@ class NewtonCG:
         max_passes: budget of plan passes, for losses that count them.
         max_escapes: steps out of saddles before the run ends with SADDLE.
         confidence: of the certificate.
-        certificate_steps: cap on Lanczos steps of each start; min(N, 500) if None.
+        certificate_steps: cap on Lanczos steps of each start of a certificate; None for the rule of `certify`,
+            at most 2N + 1 products in all.
         monitor: a `LanczosMonitor`, called after every accepted step.
         seed: of certificates; the global generator is never touched.
         verbose: print a table row per step.
@@ -202,15 +203,28 @@ class NewtonCG:
         Raises:
             TypeError: ``x0`` is not a floating tensor or array; ValueError: neither start nor state.
         """
-        if x0 is None and resume is None:
-            raise ValueError("x0 must be given unless resume is, got None")
-        given = resume.x if resume is not None else x0
+        given = resumed_or_start(x0, resume)
         start = as_start(given)
         objective = self.bind(start)
         loop = NewtonLoop(objective, self.options, start.reshape(-1), resume=resume)
         status = loop.run(CallbackDispatch(callback))
         final = given.dtype if isinstance(given, Tensor) else start.dtype
         return finish(loop, status, final, stacklevel=3)
+
+
+def resumed_or_start(x0: Any, resume: NewtonState | None) -> Any:
+    """The point to start from.
+
+    Raises:
+        ValueError: neither start nor state; TypeError: not a state.
+    """
+    if resume is None:
+        if x0 is None:
+            raise ValueError("x0 must be given unless resume is, got None")
+        return x0
+    if not isinstance(resume, NewtonState):
+        raise TypeError(f"resume must be a NewtonState, got {type(resume).__name__}")
+    return resume.x
 
 
 def finish(loop: NewtonLoop, status: Status, dtype: torch.dtype, *, stacklevel: int) -> NewtonResult:

@@ -83,6 +83,7 @@ class NewtonLoop:
             setattr(self, name, getattr(state, name))
         self.recorder.restore(state.history, plan_passes=state.plan_passes, seconds=state.seconds)
         self.objective.all_products_zero = state.linear
+        self.estimate = None if state.estimate is None else EigenEstimate(**state.estimate)
         if self.options.monitor is not None and state.monitor is not None:
             self.options.monitor.load_state_dict(state.monitor)
 
@@ -107,6 +108,7 @@ class NewtonLoop:
             history=[record.as_dict() for record in self.history],
             warm=self.point.warm,
             monitor=None if monitor is None else monitor.state_dict(),
+            estimate=None if self.estimate is None else self.estimate.as_dict(vector=True),
         )
 
     @property
@@ -307,9 +309,6 @@ class NewtonLoop:
 
     def _stuck(self, noisy: bool) -> Status | None:
         """No step helps: the gradient is at its noise (judge again), or the run has stagnated."""
-        if not noisy:
-            self.note = f"|g| = {self.point.grad_norm:.2e}, steps down to the rounding of x"
-            return Status.LINE_SEARCH
         floor = 4.0 * gradient_noise(self.point)
         if math.isfinite(floor) and self.noise < self.point.grad_norm <= floor:
             self.noise = floor
@@ -318,6 +317,9 @@ class NewtonLoop:
             if status is not None:
                 self.note = f"{self.note}; gradient at its measured noise {floor:.1e}".removeprefix("; ")
             return status
+        if not noisy:
+            self.note = f"|g| = {self.point.grad_norm:.2e}, steps down to the rounding of x"
+            return Status.LINE_SEARCH
         self.note = f"|g| = {self.point.grad_norm:.2e}, gradient test {self.gradient_tolerance():.2e}"
         return Status.STAGNATION
 

@@ -85,9 +85,9 @@ class EigenEstimate:
     def __float__(self) -> float:
         return self.value
 
-    def as_dict(self) -> dict[str, Any]:
-        """Numbers and words without the vector, for records."""
-        names = [f for f in self.__dataclass_fields__ if f != "vector"]
+    def as_dict(self, *, vector: bool = False) -> dict[str, Any]:
+        """Numbers and words, for records; with ``vector`` all that the constructor takes."""
+        names = [f for f in self.__dataclass_fields__ if vector or f != "vector"]
         return {name: getattr(self, name) for name in names}
 
 

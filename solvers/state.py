@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor
 
 __all__ = ["NewtonState"]
 
-FORMAT = 1
+FORMAT = 2
+HEAVY = ("x", "history", "warm", "monitor", "estimate", "escape")
 
 
 @dataclass(frozen=True, eq=False)
 class NewtonState:
-    """State of a `NewtonCG` run between two steps.
+    """State of a `NewtonCG` or `SaddleEscape` run between two steps.
 
     A run resumed from it repeats, bitwise on a CPU, what the uninterrupted run would have done; its
     counters go on. The evaluation that rebuilds the graph at ``x`` is not counted again.
@@ -39,6 +40,19 @@ class NewtonState:
         history: rows, as plain dictionaries.
         warm: the loss's warm-start state before its evaluation at ``x``.
         monitor: state of the monitor.
+        estimate: the last `EigenEstimate` as a dictionary, None before the first.
+        escape: phase, switches and optimizer of a `SaddleEscape` run; None for `NewtonCG`.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from ot_newton.solvers.newton import NewtonCG
+        >>> stop = lambda info: info.step == 2
+        >>> part = NewtonCG(lambda x: (x**4 + x**2).sum()).minimize(torch.ones(3), callback=stop)
+        >>> path = os.path.join(tempfile.mkdtemp(), "state.pt")
+        >>> part.state.save(path)
+        >>> rest = NewtonCG(lambda x: (x**4 + x**2).sum()).minimize(resume=NewtonState.load(path))
+        >>> rest.success, rest.n_iter > part.n_iter
+        (True, True)
     """
 
     x: Tensor = field(repr=False)
@@ -58,6 +72,8 @@ class NewtonState:
     history: list[dict[str, Any]] = field(repr=False)
     warm: Any = field(default=None, repr=False)
     monitor: dict[str, Any] | None = field(default=None, repr=False)
+    estimate: dict[str, Any] | None = field(default=None, repr=False)
+    escape: dict[str, Any] | None = field(default=None, repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to ``path``, through a temporary file so that a crash leaves the old one."""
@@ -80,4 +96,5 @@ class NewtonState:
 
     def as_dict(self) -> dict[str, Any]:
         """Numbers only, for logs."""
-        return {k: v for k, v in asdict(self).items() if k not in {"x", "history", "warm", "monitor"}}
+        kept = [f.name for f in fields(self) if f.name not in HEAVY]
+        return {name: getattr(self, name) for name in kept}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ot_newton.attention import Dustbin, tail_adjoint
+from ot_newton.attention import Dustbin, sinkhorn_attention, tail_adjoint
 from tests.attention_truth import Problem, augment, gaussian, support, truth
 
 N, D = 24, 4
@@ -154,3 +154,28 @@ def test_filler_tokens_of_the_dustbin_are_inert() -> None:
         assert relative(getattr(found, "d" + side)[0], expected[side][:-1]) <= 1e-12
         assert relative(getattr(found.dustbin, side)[0, 0], expected[side][-1]) <= 1e-12
         assert not np.any(np.asarray(getattr(found.dustbin, side))[0, 1:])
+
+
+def test_second_derivatives_are_those_of_the_surrogate() -> None:
+    """Reverse over reverse: the base stays constant in the second derivative too."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(9)
+        q, k, v, bar, direction = (jnp.asarray(rng.normal(size=(1, 8, 3))) for _ in range(5))
+        log_sum_exp = jax.scipy.special.logsumexp
+
+        def surrogate(q: Any) -> Any:
+            scores, right = 0.5 * q[0] @ k[0].T, jnp.zeros(8)
+            for step in range(5):
+                right = jax.lax.stop_gradient(right) if step == 3 else right
+                left = -log_sum_exp(scores + right, axis=1)
+                right = -log_sum_exp(scores + left[:, None], axis=0)
+            return jnp.sum(bar[0] * (jnp.exp(scores + left[:, None] + right) @ v[0]))
+
+        def attention(q: Any) -> Any:
+            options = {"bandwidth": 8, "base_steps": 3, "scale": 0.5, "backend": "reference"}
+            return jnp.sum(bar * sinkhorn_attention(q, k, v, **options))
+
+        def product(loss: Any) -> Any:
+            return jax.jit(jax.grad(lambda q: jnp.vdot(jax.grad(loss)(q), direction)))(q)
+
+        assert relative(product(attention), np.asarray(product(surrogate))) <= 1e-12

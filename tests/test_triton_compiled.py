@@ -28,6 +28,7 @@ from ot_newton.backends.triton_kernels.configs import (
     legal,
     width_block,
 )
+from ot_newton.backends.triton_kernels.packing import pack
 
 ARCHS = (80, 90, 100)
 DIMS = (16, 64, 128)
@@ -41,6 +42,7 @@ SMALL = {
     "transport-d3": KernelKey("transport", 3, True, width=1),
     "hadamard-d3": KernelKey("hadamard", 3, True, width=4, rank=1),
     "transport-d64-tf32x3": KernelKey("transport", 64, False, "tf32x3", width=1),
+    "hadamard-any-d-tf32x3": KernelKey("hadamard", 0, False, "tf32x3", width=64, rank=16),
     "lse-d64-fp16": KernelKey("lse", 64, False, "fp16"),
     "lse-any-d": KernelKey("lse", 0, False, "ieee"),
 }
@@ -149,6 +151,17 @@ def test_one_bucket_per_range_of_d() -> None:
     assert d_bucket(700, torch.float32).stored == 704
     assert [width_block(p, torch.float32) for p in (1, 2, 3, 5, 17, 65)] == [1, 2, 4, 16, 32, 64]
     assert width_block(65, torch.float64) == 4
+
+
+def test_half_clouds_do_not_overflow() -> None:
+    """1/eps is in k: a power of two moves to q, exactly, before both are rounded to fp16."""
+    q, k = torch.randn(1, 7, 16), 3e6 * torch.randn(1, 9, 16)
+    packed = pack(q, k, "fp16")
+    assert packed.q.dtype == packed.k.dtype == torch.float16
+    found, exact = packed.q.double() @ packed.k.double().mT, q.double() @ k.double().mT
+    limit = 2 * 2.0**-11 * (q.double().abs() @ k.double().abs().mT)
+    assert bool(((found - exact).abs() <= limit).all())
+    assert pack(q, k, "tf32").k.dtype == torch.float32
 
 
 def test_every_tile_obeys_the_law() -> None:

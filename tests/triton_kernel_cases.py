@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ot_newton.backends.triton_kernels import launch
 from ot_newton.backends.triton_kernels.launch import TritonBackend
 from ot_newton.backends.triton_kernels.loads import count_traffic
+from ot_newton.backends.triton_kernels.packing import HALF
 from ot_newton.backends.triton_kernels.tile import row_index
 from ot_newton.protocols import PassCounter
 from tests import bound as bounds
@@ -105,7 +106,7 @@ def _check_hadamard(plan, dense: np.ndarray, matrix: np.ndarray, axis: int) -> N
 def test_half_inputs_are_rounded_once(precision: str, d: int) -> None:
     """Half inputs, float32 sums: the exact answer of the rounded clouds (up to d = 8: of the given ones)."""
     bound = draw(TritonBackend(), torch.float32, (17, 33, d))
-    half = launch.HALF[precision] if d > 8 else torch.float32
+    half = HALF[precision] if d > 8 else torch.float32
     dots = wide(bound.q.to(half)) @ wide(bound.k.to(half)).swapaxes(1, 2)
     found, _ = TritonBackend(precision).bind(bound.q, bound.k, PassCounter()).lse(bound.u, bound.b, 1)
     error = np.abs(wide(found) - _true_lse(dots, bound.u, bound.b)).max()

@@ -80,7 +80,7 @@ def _update(x: Tensor, y: Tensor, g: Tensor, eps: float) -> Tensor:
     """`-eps LSE_j[(g_j - |x_i - y_j|^2)/eps + log b_j]` by differences and torch, block by block."""
     parts = [
         torch.logsumexp((g - torch.cdist(block, y).square()) / eps - math.log(len(y)), dim=1)
-        for block in x.split(512)
+        for block in torch.split(x, 512)
     ]
     return -eps * torch.cat(parts)
 

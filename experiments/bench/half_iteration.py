@@ -36,7 +36,7 @@ def _torch_tile(case: HalfCase) -> Job:
 
     def run() -> Tensor:
         sums = []
-        for rows, bias in zip(q.split(TILE_ROWS), case.row[0].split(TILE_ROWS), strict=True):
+        for rows, bias in zip(torch.split(q, TILE_ROWS), torch.split(case.row[0], TILE_ROWS), strict=True):
             tile = rows @ k.mT
             tile.add_(case.col).add_(bias[:, None]).clamp_(-100.0, 120.0).exp2_()
             sums.append(tile @ b)

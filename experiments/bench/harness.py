@@ -65,11 +65,13 @@ class Verdict:
         error: of the answer, in the units of the tolerance; nan counts as wrong.
         tolerance: largest error accepted.
         facts: further figures for the row.
+        reason: why the error is what it is, where the figure alone would not tell.
     """
 
     error: float
     tolerance: float
     facts: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
 
     @property
     def passed(self) -> bool:
@@ -138,7 +140,9 @@ class Entry:
         if self.message:
             out["message"] = self.message
         if self.verdict is not None:
-            out |= {"error": self.verdict.error, "tolerance": self.verdict.tolerance} | dict(self.verdict.facts)
+            out |= {"error": self.verdict.error, "tolerance": self.verdict.tolerance} | dict(
+                self.verdict.facts
+            )
         if self.times:
             out |= {
                 "seconds_min": self.minimum,
@@ -181,7 +185,8 @@ class _Runner:
         verdict = check(self.job.answer(output))
         self.entry.verdict = verdict
         if not verdict.passed:
-            self._fail("WRONG", f"error {verdict.error:.1e} above the tolerance {verdict.tolerance:.1e}")
+            figures = f"error {verdict.error:.1e} above the tolerance {verdict.tolerance:.1e}"
+            self._fail("WRONG", verdict.reason or figures)
 
     def calibrate(self, turn: float) -> None:
         """How many calls make a turn."""

@@ -22,5 +22,5 @@ def hessian(x: Any, y: Any, eps: float) -> Any:
     loss = SamplesLoss("sinkhorn", p=2, blur=eps**0.5, scaling=0.99, debias=False, backend="tensorized")
     target = torch.tensor(y)
     start = torch.tensor(x)
-    matrix = torch.autograd.functional.hessian(lambda cloud: loss(cloud, target), start)
+    matrix = torch.autograd.functional.hessian(lambda cloud: loss(cloud, target), start)  # type: ignore[no-untyped-call]
     return matrix.reshape(start.numel(), start.numel()).numpy()

@@ -48,7 +48,11 @@ class KeopsPlan:
     """See `Plan`; one lane, one member per block, the cpu only."""
 
     def __init__(
-        self, clouds: tuple[Tensor, Tensor], biases: list[Tensor], weights: tuple[Tensor, Tensor], counter: Any
+        self,
+        clouds: tuple[Tensor, Tensor],
+        biases: list[Tensor],
+        weights: tuple[Tensor, Tensor],
+        counter: PassCounter,
     ) -> None:
         self.clouds, self.biases, self.weights, self.counter = clouds, biases, weights, counter
         self.d = clouds[0].shape[1]
@@ -70,7 +74,8 @@ class KeopsPlan:
         formula = "Exp(L*((X|Y) + W + U)) * V"
         reduce = _genred(formula, [*self.names, f"V=Vj({padded})"], "Sum")
         out = reduce(*self._operands(axis), self.log2, values)
-        return (out[:, :width] * self.weights[1 - axis][:, None])[None]
+        product: Tensor = out[:, :width] * self.weights[1 - axis][:, None]
+        return product[None]
 
     def apply_hadamard(
         self, left: Tensor, right: Tensor, v: Tensor, axis: int, transport: Tensor | None = None
@@ -107,7 +112,7 @@ class KeopsPlan:
     def to_dense(self) -> Tensor:
         """See `Plan.to_dense`."""
         eye = torch.eye(self.clouds[1].shape[0], dtype=self.clouds[0].dtype)
-        return torch.cat([self.apply(column[None], 1) for column in eye.split(1, dim=1)], dim=2)
+        return torch.cat([self.apply(column[None], 1) for column in torch.split(eye, 1, dim=1)], dim=2)
 
 
 class KeopsTiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,8 +104,16 @@ def hessian_by_jax(x: Any, y: Any, eps: float, *, danskin: bool, dtype: str) -> 
     import jax
     import jax.numpy as jnp
 
-    with jax.experimental.enable_x64(dtype == "float64"):
+    with jax.enable_x64(dtype == "float64"):
         u, v = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
-        tol = 1e-12 if dtype == "float64" else 1e-7
-        out = jax.hessian(lambda x: _cost(x, v, eps, tol, danskin=danskin).reg_ot_cost)(u)
+        out = _jitted_hessian(eps, danskin, dtype)(u, v)
         return np.asarray(out, np.float64).reshape(u.size, u.size)
+
+
+@lru_cache
+def _jitted_hessian(eps: float, danskin: bool, dtype: str) -> Any:
+    """Compiled once for all positions of the points."""
+    import jax
+
+    tol = 1e-12 if dtype == "float64" else 1e-7
+    return jax.jit(jax.hessian(lambda x, y: _cost(x, y, eps, tol, danskin=danskin).reg_ot_cost))

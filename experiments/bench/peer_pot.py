@@ -54,5 +54,5 @@ def hessian(x: Any, y: Any, eps: float, grad: str) -> Any:
         return out
 
     start = torch.tensor(x)
-    matrix = torch.autograd.functional.hessian(value, start)
+    matrix = torch.autograd.functional.hessian(value, start)  # type: ignore[no-untyped-call]
     return matrix.reshape(start.numel(), start.numel()).numpy()

@@ -72,7 +72,9 @@ class Count:
         for norm, products in self.trace:
             if norm <= level:
                 return products
-        raise ValueError(f"level must have been reached, got {level:g} and a run that ended at {self.reached:g}")
+        raise ValueError(
+            f"level must have been reached, got {level:g} and a run that ended at {self.reached:g}"
+        )
 
 
 def rosenbrock(seed: int) -> tuple[Any, Tensor]:
@@ -171,7 +173,13 @@ def count_scipy(loss: Any, x0: Tensor, method: str) -> Count:
         warnings.simplefilter("ignore")
         try:
             found = minimize(
-                problem.fun, flat, jac=problem.jac, hessp=problem, method=method, callback=watch, options=options
+                problem.fun,
+                flat,
+                jac=problem.jac,
+                hessp=problem,
+                method=method,
+                callback=watch,
+                options=options,
             )
             status = str(found.message)
         except _Spent:

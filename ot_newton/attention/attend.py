@@ -38,8 +38,9 @@ def sinkhorn_attention(
     `select_tail_depth` measures.
 
     Cost: 2T + 2R + 1 sweeps of O(L W d) forward, 2R + 1 backward; memory O(L) (`reference`: O(L^2)). Reverse
-    mode only (`jax.grad`, `jax.vjp`); `jit`, `vmap` and `shard_map` over leading axes work. Half precision
-    computes in float32. Source: Forde, arXiv 2605.08123; general targets and any R are ours.
+    mode only (`jax.grad`, `jax.vjp`; `reference` and `banded` also twice); `jit`, `vmap` and `shard_map` over
+    leading axes work. Half precision computes in float32. Source: Forde, arXiv 2605.08123; general targets
+    and any R are ours.
 
     Args:
         q: queries, (..., heads, n, d).

@@ -307,7 +307,7 @@ def _kind(operator: PlanOperator) -> tuple[type[_TransportOperator], dict[str, A
     """Class, options and plan of an operator."""
     if isinstance(operator, HessianOperator):
         own = {name: getattr(operator, name) for name in ("wrt", "rtol", "max_cg")}
-        own["relative_floor"] = operator._relative_floor
+        own["relative_floor"] = operator.relative_floor
         return HessianLinearOperator, own, operator.linearized
     if isinstance(operator, SchurComplement):
         own = {"side": operator.side, "normalized": operator.normalized}

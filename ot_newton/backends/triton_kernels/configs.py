@@ -8,6 +8,7 @@ code (no spills, shared memory, instruction mix), not by timing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -252,6 +253,7 @@ def candidates(key: KernelKey, device: int) -> tuple[TileConfig, ...]:
     return (default, *(c for c in grid if c != default and not legal(key, c, device)))
 
 
+@cache
 def default_config(key: KernelKey, device: int) -> TileConfig:
     """The fixed tile of a kernel on a device class.
 
@@ -276,20 +278,20 @@ def _default(key: KernelKey) -> TileConfig:
     if key.precision == "ieee":
         few = key.dim > 0 and not hadamard and key.width in (0, 1, 16)
         return TileConfig(64 if key.dim or not hadamard else 32, 32, 16, 4 if few else 8, registers=cap)
-    if key.kernel == "lse":
-        return _tensor_core_lse(key)
     if key.precision == "tf32x3":
-        if key.columns > 16:
-            return TileConfig(32, 32, 16, warps=8 if hadamard else 4, registers=cap)
-        return TileConfig(64, 32, min(key.dim, 32) if key.dim else 16, warps=8, registers=cap)
+        return _three_products(key, cap)
+    if key.kernel == "lse":
+        return TileConfig(64, 64, min(key.dim or 32, 64), warps=4 if key.dim else 8)
     # two chained products in one step put all warps along the rows: 16 rows each, or they repeat pairs
     chained = key.columns > 0 and key.dim in (16, 32)
     return TileConfig(64, 32, min(key.dim or LARGE_BLOCK, 32), warps=4 if chained else 8)
 
 
-def _tensor_core_lse(key: KernelKey) -> TileConfig:
-    if key.precision == "tf32x3" and key.dim not in (16, 32):
-        return TileConfig(64, 32, 32, warps=4 if key.dim else 8)
-    if not key.dim:
-        return TileConfig(64, 64, 32, warps=8)
-    return TileConfig(64, 64, min(key.dim, 64))
+def _three_products(key: KernelKey, cap: int) -> TileConfig:
+    """TF32x3 chains its products: all warps along the rows, 16 rows each."""
+    depth = min(key.dim or 16, 32)
+    if key.kernel == "lse":
+        return TileConfig(64, 64 if key.dim in (16, 32) else 32, depth)
+    if key.kernel == "hadamard":
+        return TileConfig(64, 32, 16, registers=cap) if key.dim else TileConfig(128, 16, 16, 8, registers=cap)
+    return TileConfig(64, 16 if key.dim == 16 and key.columns > 32 else 32, depth, registers=cap)

@@ -21,11 +21,9 @@ from torch import Tensor
 from ot_newton.backends.triton_kernels.configs import (
     INTERPRETER,
     PRECISIONS,
-    Bucket,
     KernelKey,
     TileConfig,
     candidates,
-    d_bucket,
     default_config,
     device_class,
     rank_block,
@@ -34,6 +32,7 @@ from ot_newton.backends.triton_kernels.configs import (
 from ot_newton.backends.triton_kernels.hadamard import hadamard_kernel
 from ot_newton.backends.triton_kernels.loads import running
 from ot_newton.backends.triton_kernels.lse import lse_kernel
+from ot_newton.backends.triton_kernels.packing import HALF, Operands, pack
 from ot_newton.backends.triton_kernels.transport import transport_kernel
 from ot_newton.errors import check_choice
 from ot_newton.protocols import PassCounter
@@ -42,8 +41,6 @@ __all__ = ["INTERPRETED", "TritonBackend", "TritonPlan", "TritonTiles", "check_d
 
 INTERPRETED = not isinstance(lse_kernel, triton.runtime.JITFunction)
 """Whether the kernels were imported under TRITON_INTERPRET=1 and run on the CPU, slowly, for tests."""
-
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def check_device(device: torch.device) -> int:
@@ -137,36 +134,6 @@ def tune(choices: tuple[TileConfig, ...], launch: Callable[[TileConfig], None]) 
         if elapsed < best_time:
             best, best_time = config, elapsed
     return best
-
-
-def _pack(cloud: Tensor, bucket: Bucket, dtype: torch.dtype) -> Tensor:
-    """A cloud (B, size, d) in the layout of its bucket, its own storage."""
-    if INTERPRETED and dtype == torch.bfloat16:  # numpy has none: the rounded numbers as float32
-        cloud, dtype = cloud.to(dtype).float(), torch.float32
-    if bucket.by_coordinate:
-        return cloud.to(dtype).mT.contiguous()
-    missing = bucket.stored - cloud.shape[-1]
-    return torch.nn.functional.pad(cloud.to(dtype), (0, missing)).contiguous()
-
-
-@dataclass(frozen=True, eq=False)
-class _Operands:
-    """Both packed clouds; ``side(axis)`` orders them (rows kept, rows summed over)."""
-
-    q: Tensor
-    k: Tensor
-    bucket: Bucket
-    n: int
-    m: int
-
-    def side(self, axis: int) -> tuple[Tensor, Tensor, int, int]:
-        return (self.q, self.k, self.n, self.m) if axis == 1 else (self.k, self.q, self.m, self.n)
-
-
-def _pack_both(q: Tensor, k: Tensor, precision: str) -> _Operands:
-    bucket = d_bucket(q.shape[-1], q.dtype)
-    dtype = HALF.get(precision, q.dtype) if not bucket.by_coordinate else q.dtype
-    return _Operands(_pack(q, bucket, dtype), _pack(k, bucket, dtype), bucket, q.shape[1], k.shape[1])
 
 
 class TritonPlan:
@@ -283,24 +250,26 @@ class TritonTiles:
         q: Tensor,
         k: Tensor,
         counter: PassCounter,
-        operands: _Operands | None = None,
+        operands: Operands | None = None,
     ) -> None:
         self.backend, self.counter = backend, counter
         self.launch = _Launcher(q.device, check_device(q.device), backend.autotune)
-        self.operands = _pack_both(q, k, backend.precision) if operands is None else operands
+        self.operands = pack(q, k, backend.precision, widen=INTERPRETED) if operands is None else operands
         self.host_guard = q.device.type == "cpu" if backend.host_guard is None else backend.host_guard
         self.trips = _Trips(q.device, counter)
         backend.unsettled.append(self.trips)
         self._source = (q, k)
-        self._plan_operands: _Operands | None = None
+        self._plan_operands: Operands | None = None
 
     @property
-    def plan_operands(self) -> _Operands:
+    def plan_operands(self) -> Operands:
         """The clouds for plan products, packed anew only where their precision differs."""
         if self._plan_operands is None:
             backend, (q, k) = self.backend, self._source
             same = HALF.get(backend.precision) == HALF.get(backend.plan_precision)
-            self._plan_operands = self.operands if same else _pack_both(q, k, backend.plan_precision)
+            self._plan_operands = (
+                self.operands if same else pack(q, k, backend.plan_precision, widen=INTERPRETED)
+            )
         return self._plan_operands
 
     def lse(

@@ -1,0 +1,417 @@
+"""The workers of the regression study: one row per seed and strategy, with what each cost."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ot_newton.batch import sinkhorn_batch
+from ot_newton.errors import Status
+from ot_newton.experiments import shuffled_regression as main_job
+from ot_newton.experiments.data import RegressionData, start
+from ot_newton.experiments.regression_batch import AdamBatch, Lane
+from ot_newton.experiments.regression_loss import RegressionLoss
+from ot_newton.experiments.runs import Row, Task, load_average, row_head
+from ot_newton.problem import OTProblem
+from ot_newton.solvers.escape import SaddleEscape
+from ot_newton.solvers.monitor import LanczosMonitor
+from ot_newton.solvers.newton import NewtonCG, NewtonResult
+from ot_newton.solvers.spectra import EigenEstimate, lambda_min
+from ot_newton.solvers.switching import FIRST_ORDER, NEWTON, STAY, CurvatureReport, EscapeState, decide
+
+__all__ = ["STRATEGIES", "adam_rows", "first_order_rows", "run_one"]
+
+STRATEGIES = ("escape", "newton", "adam", "sensitivity", "packing", "trajectory")
+ROUGH = 1e-4
+CONFIDENCE = 0.99
+CHECKPOINT_EVERY = 50
+PACKING_ITERATIONS = 4000
+
+
+def run_one(task: Task) -> Row:
+    """A strategy that runs one seed at a time."""
+    workers: dict[str, Callable[[Task], Row]] = {
+        "newton": _newton,
+        "escape": _escape,
+        "sensitivity": _escape,
+        "trajectory": _trajectory,
+        "packing": _packing,
+    }
+    return {"load_average": load_average()} | workers[task.settings["strategy"]](task)
+
+
+def _stopping(settings: Any) -> str:
+    return f"|g| <= {settings['gtol']:g} max |g|, lambda_min certified at confidence {CONFIDENCE:g}"
+
+
+def _newton(task: Task) -> Row:
+    data, s = task.payload, task.settings
+    loss = RegressionLoss(data.x, data.y, eps=s["eps"])
+    solver = NewtonCG(loss, gtol=s["gtol"], max_iter=s["max_steps"], max_escapes=s["max_steps"])
+    w0 = start(data, 0)
+    return _solved(task, data, loss, lambda: solver.minimize(w0), _curvature(loss, w0))
+
+
+def _trajectory(task: Task) -> Row:
+    """From W = 0 of centred clouds: the gradient vanishes there by symmetry, the curvature is negative."""
+    given, s = task.payload, task.settings
+    data = RegressionData(given.name, given.x - given.x.mean(0), given.y - given.y.mean(0))
+    loss = RegressionLoss(data.x, data.y, eps=s["eps"])
+    solver = NewtonCG(
+        loss,
+        gtol=s["gtol"],
+        max_iter=s["max_steps"],
+        max_escapes=s["max_steps"],
+        monitor=LanczosMonitor(every=1, confidence=CONFIDENCE),
+    )
+    w0 = torch.zeros(data.x.shape[1], data.y.shape[1], dtype=data.x.dtype)
+    row = _solved(task, data, loss, lambda: solver.minimize(w0), _curvature(loss, w0))
+    signs = [value < 0 for value in row["trace"]["lambda_min"]]
+    row["saddle_regions"] = sum(now and not before for before, now in zip([False, *signs], signs, strict=False))
+    return row
+
+
+def _escape(task: Task) -> Row:
+    """SaddleEscape from where the batched first-order phase released the lane."""
+    data, phase, name = task.payload
+    s, release = task.settings, phase["releases"][name]
+    loss = RegressionLoss(data.x, data.y, eps=s["eps"])
+    w0 = torch.tensor(release["w"], dtype=data.x.dtype)
+    f, g = (torch.tensor(values, dtype=data.x.dtype) for values in release["potentials"])
+    loss.load_warm_state({"points": [(w0, f, g)]})
+    solver = SaddleEscape(
+        loss,
+        lr=s["lr"],
+        probe_every=s["probe_every"],
+        threshold=s["threshold"],
+        gtol=s["gtol"],
+        max_iter=s["max_steps"],
+        max_first_order=s["max_first_order"],
+        confidence=CONFIDENCE,
+    )
+    row = _solved(task, data, loss, lambda: solver.minimize(w0), phase["curvature_start"])
+    return _joined(row, phase, release)
+
+
+def _joined(row: Row, phase: Row, release: Row) -> Row:
+    """The counts of both phases together; ``phase`` keeps those of the batched one."""
+    early = release["passes_1e4"]
+    later = row["passes_1e4"]
+    row["n_iter"] = {**row["n_iter"], FIRST_ORDER: row["n_iter"][FIRST_ORDER] + release["step"]}
+    row["phase"] = {
+        "first_order_steps": release["step"],
+        "plan_passes": release["plan_passes"],
+        "n_hvp": release["n_hvp"],
+        "seconds": release["seconds"],
+        "reason": release["reason"],
+        "released_by_level": release["fired"],
+    }
+    row["passes_1e4"] = early if early is not None else _plus(later, release["plan_passes"])
+    for key in ("plan_passes", "n_hvp", "seconds"):
+        row[key] += release[key]
+    shown = release["step"]
+    trace = row["trace"]
+    row["trace"] = {
+        **trace,
+        "step": [*range(shown), *(k + shown for k in trace["step"])],
+        "loss": phase["values"][:shown] + trace["loss"],
+        "kind": [FIRST_ORDER] * shown + trace["kind"],
+        "probe_step": [p[0] for p in phase["probes"] if p[0] < shown] + [k + shown for k in trace["probe_step"]],
+        "lambda_min": [p[1] for p in phase["probes"] if p[0] < shown] + trace["lambda_min"],
+        "lambda_max": [p[2] for p in phase["probes"] if p[0] < shown] + trace["lambda_max"],
+        "switches": [[k + shown, action, why] for k, action, why in trace["switches"]],
+    }
+    return row
+
+
+def _plus(value: int | None, more: int) -> int | None:
+    return None if value is None else value + more
+
+
+def _curvature(loss: RegressionLoss, w: Tensor) -> tuple[float, float]:
+    """Smallest and largest eigenvalue at ``w``, from a loss of its own: not counted."""
+    own = RegressionLoss(loss.x, loss.y, eps=loss.eps)
+    values = torch.linalg.eigvalsh(own.hessian(w).to_dense())
+    return float(values[0]), float(values[-1])
+
+
+def _solved(
+    task: Task,
+    data: RegressionData,
+    loss: RegressionLoss,
+    solve: Callable[[], NewtonResult],
+    curvature: Sequence[float],
+) -> Row:
+    """Run a solver and write down how it ended and what it cost."""
+    began, began_cpu = time.perf_counter(), time.process_time()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = solve()
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+    passes = loss.plan_passes
+    recheck, _ = main_job.marginal_recheck(
+        data.x @ result.x, data.y, *loss.potentials(result.x), eps=task.settings["eps"]
+    )
+    kinds = [record.kind for record in result.history if record.accepted]
+    return {
+        "strategy": task.settings["strategy"],
+        "precision": str(data.x.dtype).removeprefix("torch."),
+        "stopping_rule": _stopping(task.settings),
+        "status": result.status.name,
+        "success": result.success,
+        "message": result.message,
+        "warnings": sorted({f"{w.category.__name__}: {w.message}" for w in caught}),
+        "n_iter": {kind: kinds.count(kind) for kind in (FIRST_ORDER, NEWTON, "escape")},
+        "n_hvp": result.n_hvp,
+        "n_sinkhorn": loss.n_sinkhorn,
+        "n_sinkhorn_missed": loss.missed,
+        "plan_passes": passes,
+        "passes_1e4": _passes_to(result, ROUGH),
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "value": result.fun,
+        "grad_norm": float(result.grad.norm()),
+        "marginal_recheck": recheck,
+        "lambda_min_start": curvature[0],
+        "lambda_max_start": curvature[1],
+        **main_job._end_curvature(result),  # type: ignore[arg-type]
+        **main_job._comparison(data, result, task.settings["eps"], curvature[0] < 0),  # type: ignore[arg-type]
+        "w": result.x.tolist(),
+        "trace": {"switches": []} | _trace(result),
+    }
+
+
+def _trace(result: NewtonResult) -> Row:
+    moves = [record for record in result.history if record.kind not in ("probe", "switch", "certificate")]
+    probes = [record for record in result.history if record.lambda_min is not None]
+    switches = getattr(result, "switches", ())
+    return {
+        "step": [record.step for record in moves],
+        "loss": [record.fun for record in moves],
+        "kind": [record.kind for record in moves],
+        "probe_step": [record.step for record in probes],
+        "lambda_min": [record.lambda_min for record in probes],
+        "lambda_max": [record.lambda_max for record in probes],
+        "switches": [[switch.step, switch.action, switch.reason] for switch in switches],
+    }
+
+
+def _passes_to(result: NewtonResult, relative: float) -> int | None:
+    """Plan passes at the first record with `|g_k| <= relative max_{j<=k} |g_j|`."""
+    largest = 0.0
+    for record in result.history:
+        largest = max(largest, record.grad_norm)
+        if record.grad_norm <= relative * largest:
+            return record.plan_passes
+    return None
+
+
+def _packing(task: Task) -> Row:
+    """One batch of plans at the starts of all seeds, cold, packed against fixed."""
+    s = task.settings
+    made = [OTProblem(data.x @ start(data, 0), data.y, eps=s["eps"]) for data in task.payload]
+    row: Row = {"strategy": "packing", "precision": "float64", "stopping_rule": f"marginal {s['packing_tol']:g}"}
+    for mode in ("packed", "fixed"):
+        began = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            batch = sinkhorn_batch(made, mode, tol=s["packing_tol"], max_iter=PACKING_ITERATIONS, backend="cpu")
+        row[mode] = {
+            "lane_iterations": batch.lane_iterations,
+            "verifications": batch.verifications,
+            "unconverged": list(batch.unconverged),
+            "depth": batch.depth.tolist(),
+            "seconds": time.perf_counter() - began,
+        }
+    ratio = row["packed"]["lane_iterations"] / row["fixed"]["lane_iterations"]
+    missed = row["packed"]["unconverged"]
+    return row | {
+        "status": "CONVERGED" if not missed else "MAX_ITER",
+        "success": not missed,
+        "message": f"packed takes {ratio:.2f} of the lane-iterations of fixed",
+        "ratio": ratio,
+    }
+
+
+# ---- batched phases ------------------------------------------------------------------------------------
+
+
+def _lane_curvature(lane: Lane, w: Tensor, *, threshold: float, seed: int) -> EigenEstimate:
+    """The probe that SaddleEscape makes: all columns at once, for such small N."""
+    earlier = lane.loss.warm_state()["points"][1:]
+    hessian = lane.loss.hessian(w)
+    # The refined plan replaces that of the sweeps: two at one W would leave nothing to extrapolate along.
+    lane.loss.load_warm_state({"points": [lane.loss.warm_state()["points"][0], *earlier]})
+    return lambda_min(
+        hessian, threshold=threshold, confidence=CONFIDENCE, seed=seed, noise_floor=hessian.noise_floor
+    )
+
+
+def first_order_rows(tasks: Sequence[Task]) -> Iterator[Row]:
+    """Adam on all lanes as one batch; a lane's row holds the point at which each level released it.
+
+    Yields:
+        The rows as lanes are released at their last level.
+    """
+    s = tasks[0].settings
+    data = [task.payload for task in tasks]
+    batch = AdamBatch(data, torch.stack([start(one, 0) for one in data]), eps=s["eps"], lr=s["lr"])
+    releases: list[dict[str, Row]] = [{} for _ in tasks]
+    hvps, starts = [0] * len(tasks), [(0.0, 0.0)] * len(tasks)
+    while batch.live:
+        gradient = batch.evaluate()
+        for k in list(batch.live):
+            lane, w = batch.lanes[k], batch.w(k)
+            last = batch.step >= s["max_first_order"]
+            met = lane.norms[-1] <= s["gtol"] * lane.largest
+            if not (last or met or batch.step % s["probe_every"] == 0):
+                continue
+            began = time.perf_counter()
+            estimate = _lane_curvature(lane, w, threshold=0.0, seed=batch.step)
+            batch.seconds += time.perf_counter() - began
+            hvps[k] += estimate.n_hvp
+            lane.probes.append((batch.step, estimate.value, estimate.lambda_max))
+            if batch.step == 0:
+                starts[k] = (estimate.value, estimate.lambda_max)
+            for name, value, absolute in tasks[k].settings["levels"]:
+                level = value / estimate.lambda_max if absolute else value
+                reason = _fires(batch.step, estimate, level, met=met, last=last)
+                if name not in releases[k] and reason:
+                    releases[k][name] = _release(batch, k, hvps[k], level, reason)
+            if len(releases[k]) == len(tasks[k].settings["levels"]):
+                batch.live.remove(k)
+                yield _phase_row(tasks[k], lane, releases[k], starts[k])
+        if batch.live:
+            batch.advance(gradient)
+
+
+def _fires(step: int, estimate: EigenEstimate, level: float, *, met: bool, last: bool) -> str:
+    """Why the lane is released at this level, "" if it is not."""
+    report = CurvatureReport(
+        step=step,
+        gradient_met=met,
+        lambda_min=estimate.value,
+        lambda_max=estimate.lambda_max,
+        sign=estimate.sign,
+        confidence=estimate.confidence,
+    )
+    decision = decide(report, EscapeState(FIRST_ORDER, threshold=level, confidence=CONFIDENCE))
+    if decision.action != STAY:
+        return decision.reason
+    return f"{step} first-order steps without safe curvature" if last else ""
+
+
+def _release(batch: AdamBatch, k: int, n_hvp: int, threshold: float, reason: str) -> Row:
+    lane = batch.lanes[k]
+    _, f, g = lane.loss.warm_state()["points"][0]
+    return {
+        "step": batch.step,
+        "threshold": threshold,
+        "reason": reason,
+        "fired": "above" in reason,
+        "plan_passes": lane.loss.plan_passes,
+        "passes_1e4": lane.passes_to(ROUGH),
+        "n_hvp": n_hvp,
+        "seconds": batch.seconds / len(batch.lanes),
+        "w": batch.w(k).tolist(),
+        "potentials": [f.tolist(), g.tolist()],
+    }
+
+
+def _phase_row(task: Task, lane: Lane, releases: dict[str, Row], curvature: tuple[float, float]) -> Row:
+    return row_head(task) | {
+        "status": "RELEASED",
+        "success": True,
+        "message": releases[task.settings["levels"][0][0]]["reason"],
+        "load_average": load_average(),
+        "releases": releases,
+        "curvature_start": list(curvature),
+        "values": lane.values,
+        "norms": lane.norms,
+        "passes": lane.passes,
+        "probes": [list(probe) for probe in lane.probes],
+    }
+
+
+def adam_rows(tasks: Sequence[Task], everything: Sequence[Task], checkpoint: Path) -> Iterator[Row]:
+    """Adam alone on all lanes as one batch, until its steps or the gradient test.
+
+    Args:
+        tasks: those missing, of one step size.
+        everything: these and the finished ones, of which a checkpoint may hold some.
+        checkpoint: written every few steps; one left by an interrupted run is taken up.
+
+    Yields:
+        The rows of ``tasks`` as lanes meet the gradient test or the steps are used up.
+    """
+    wanted = {task.key for task in tasks}
+    saved = AdamBatch.saved_tag(checkpoint)
+    known = {task.key: task for task in everything}
+    resumed = wanted <= set(saved) <= set(known)
+    members = [known[key] for key in saved] if resumed else list(tasks)
+    s, data = members[0].settings, [task.payload for task in members]
+    starts = torch.stack([start(one, 0) for one in data])
+    batch = AdamBatch(data, starts, eps=s["eps"], lr=s["lr"], decay_steps=s["adam_steps"])
+    if resumed:
+        batch.load(checkpoint)
+    while batch.live:
+        gradient = batch.evaluate()
+        for k in list(batch.live):
+            lane = batch.lanes[k]
+            met = lane.norms[-1] <= s["gtol"] * lane.largest
+            if met or batch.step >= s["adam_steps"]:
+                batch.live.remove(k)
+                if members[k].key in wanted:
+                    yield _adam_row(members[k], lane, batch.w(k), batch, met)
+        if batch.live:
+            batch.advance(gradient)
+            if batch.step % CHECKPOINT_EVERY == 0:
+                batch.save(checkpoint, [task.key for task in members])
+    checkpoint.unlink(missing_ok=True)
+
+
+def _adam_row(task: Task, lane: Lane, w: Tensor, batch: AdamBatch, met: bool) -> Row:
+    """The end of one lane; the curvature there is not counted as a cost of Adam."""
+    passes = lane.loss.plan_passes
+    estimate = _lane_curvature(lane, w, threshold=0.0, seed=0)
+    certified = met and estimate.sign == "nonnegative" and estimate.value > 0
+    status = Status.MINIMUM if certified else (Status.SADDLE if met else Status.MAX_ITER)
+    first = _curvature(lane.loss, start(lane.data, 0))
+    row = row_head(task) | {
+        "strategy": "adam",
+        "precision": str(w.dtype).removeprefix("torch."),
+        "stopping_rule": _stopping(task.settings),
+        "status": status.name,
+        "success": certified,
+        "message": status.message,
+        "load_average": load_average(),
+        "n_iter": {FIRST_ORDER: len(lane.norms) - 1, NEWTON: 0, "escape": 0},
+        "n_hvp": 0,
+        "n_sinkhorn": lane.loss.n_sinkhorn,
+        "n_sinkhorn_missed": lane.loss.missed,
+        "plan_passes": passes,
+        "passes_1e4": lane.passes_to(ROUGH),
+        "gradient_met": met,
+        "relative_gradient": lane.norms[-1] / lane.largest if lane.largest else 0.0,
+        "seconds": batch.seconds / len(batch.lanes),
+        "value": lane.values[-1],
+        "grad_norm": lane.norms[-1],
+        "lambda_min_start": first[0],
+        "lambda_min_end": estimate.value,
+        "lambda_max_end": estimate.lambda_max,
+        "w": w.tolist(),
+    }
+    truth = lane.data.truth
+    error = None if truth is None else float((w - truth).norm())
+    return row | {
+        "escape": first[0] < 0 and certified,
+        "w_error": error,
+        "recovery": None if error is None else error <= main_job.RECOVERY_RADIUS,
+        "losses": lane.values[:: max(1, len(lane.values) // 200)],
+    }
