@@ -13,10 +13,10 @@ help:
 	@echo "install    make $(VENV) with the package, its experiments and the tools"
 	@echo "demo       shuffled regression: diabetes table (8 starts), 8 synthetic seeds (3 starts each)"
 	@echo "test       the test suite on $(JOBS) processes (JOBS=n)"
-	@echo "lint       ruff, mypy, import contracts"
+	@echo "lint       ruff, mypy, import contracts, links of README and docs"
 	@echo "bench      timings beside the peers, each checked against the other first"
-	@echo "notebooks  execute the notebooks in place"
-	@echo "docs       the reference site"
+	@echo "notebooks  execute the notebooks in place, in step with their scripts"
+	@echo "docs       the reference site, into site/"
 	@echo "clean      remove $(VENV), caches and build products"
 
 $(VENV)/.installed: $(MANIFESTS)
@@ -48,16 +48,16 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/check_links.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m ot_newton.experiments.bench
 
 notebooks: $(VENV)/.docs
-	@set -e; for book in $(wildcard notebooks/*.ipynb); do \
-		echo "$$book"; $(BIN)/jupyter execute --inplace "$$book"; done
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
 
 docs: $(VENV)/.docs
-	$(BIN)/pdoc --docformat google --math -o site ot_newton
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -32,7 +32,7 @@ from ot_newton.solve import start_biases
 
 __all__ = ["AdamBatch", "BatchedLoss", "Lane"]
 
-SWEEPS = 40
+SWEEPS = 5
 BACKEND = "cpu"
 CHECK_PASSES = 3
 SUMS_PASSES = 2

@@ -96,7 +96,11 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     shared = {row["settings"]["data"] for row in _of(rows, "sensitivity")}
     out["levels"] = {
         name: _totals([row for row in group if row["settings"]["data"] in shared])
-        | {"fired": sum(row["phase"]["released_by_level"] for row in group if row["settings"]["data"] in shared)}
+        | {
+            "fired": sum(
+                row["phase"]["released_by_level"] for row in group if row["settings"]["data"] in shared
+            )
+        }
         for name, group in levels.items()
         if shared
     }
@@ -175,9 +179,7 @@ def _targets(rows: Sequence[Row], found: Mapping[str, Any]) -> Table:
             runs = one["runs"]
             add(f"{name}: certified minima", f"{runs}", f"{one['minimum']}", one["minimum"] == runs)
             median = one["median_passes"]
-            add(
-                f"{name}: median passes", f"<= {MEDIAN_PASSES}", f"{median:.0f}", median <= MEDIAN_PASSES
-            )
+            add(f"{name}: median passes", f"<= {MEDIAN_PASSES}", f"{median:.0f}", median <= MEDIAN_PASSES)
     if "ratio" in found:
         one = found["ratio"]
         what = f"passes of Adam over escape, {one['seeds']} seeds, Adam missed {one['adam_missed']}"
@@ -187,7 +189,12 @@ def _targets(rows: Sequence[Row], found: Mapping[str, Any]) -> Table:
             table.add_row(what, "reported", f"{one['to_1e-4']:.1f}", "")
     for row in rows:
         if row.get("strategy") == "packing" and "ratio" in row:
-            add("packed over fixed lane-iterations", f"<= {PACKED_SHARE:g}", f"{row['ratio']:.2f}", row["ratio"] <= PACKED_SHARE)
+            add(
+                "packed over fixed lane-iterations",
+                f"<= {PACKED_SHARE:g}",
+                f"{row['ratio']:.2f}",
+                row["ratio"] <= PACKED_SHARE,
+            )
     return table
 
 

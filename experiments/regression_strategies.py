@@ -73,7 +73,9 @@ def _trajectory(task: Task) -> Row:
     w0 = torch.zeros(data.x.shape[1], data.y.shape[1], dtype=data.x.dtype)
     row = _solved(task, data, loss, lambda: solver.minimize(w0), _curvature(loss, w0))
     signs = [value < 0 for value in row["trace"]["lambda_min"]]
-    row["saddle_regions"] = sum(now and not before for before, now in zip([False, *signs], signs, strict=False))
+    row["saddle_regions"] = sum(
+        now and not before for before, now in zip([False, *signs], signs, strict=False)
+    )
     return row
 
 
@@ -122,7 +124,8 @@ def _joined(row: Row, phase: Row, release: Row) -> Row:
         "step": [*range(shown), *(k + shown for k in trace["step"])],
         "loss": phase["values"][:shown] + trace["loss"],
         "kind": [FIRST_ORDER] * shown + trace["kind"],
-        "probe_step": [p[0] for p in phase["probes"] if p[0] < shown] + [k + shown for k in trace["probe_step"]],
+        "probe_step": [p[0] for p in phase["probes"] if p[0] < shown]
+        + [k + shown for k in trace["probe_step"]],
         "lambda_min": [p[1] for p in phase["probes"] if p[0] < shown] + trace["lambda_min"],
         "lambda_max": [p[2] for p in phase["probes"] if p[0] < shown] + trace["lambda_max"],
         "switches": [[k + shown, action, why] for k, action, why in trace["switches"]],
@@ -216,12 +219,18 @@ def _packing(task: Task) -> Row:
     """One batch of plans at the starts of all seeds, cold, packed against fixed."""
     s = task.settings
     made = [OTProblem(data.x @ start(data, 0), data.y, eps=s["eps"]) for data in task.payload]
-    row: Row = {"strategy": "packing", "precision": "float64", "stopping_rule": f"marginal {s['packing_tol']:g}"}
+    row: Row = {
+        "strategy": "packing",
+        "precision": "float64",
+        "stopping_rule": f"marginal {s['packing_tol']:g}",
+    }
     for mode in ("packed", "fixed"):
         began = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            batch = sinkhorn_batch(made, mode, tol=s["packing_tol"], max_iter=PACKING_ITERATIONS, backend="cpu")
+            batch = sinkhorn_batch(
+                made, mode, tol=s["packing_tol"], max_iter=PACKING_ITERATIONS, backend="cpu"
+            )
         row[mode] = {
             "lane_iterations": batch.lane_iterations,
             "verifications": batch.verifications,

@@ -8,8 +8,8 @@
     packing      lane-iterations of one batch of plans, packed against fixed
     trajectory   Newton-CG from W = 0 of centred clouds (a saddle), lambda_min at every step
 
-All share the inner tolerance of `RegressionLoss` (gradient error at most 1% of the gradient) and the outer one,
-`|g_k| <= gtol max_{j<=k} |g_j|` with a smallest curvature certified positive.
+All share the inner tolerance of `RegressionLoss` (gradient error at most 1% of the gradient) and the outer
+one, `|g_k| <= gtol max_{j<=k} |g_j|` with a smallest curvature certified positive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
 
 from ot_newton.errors import check_choice, check_integer, check_number
 from ot_newton.experiments.data import RegressionData, mixture
@@ -268,5 +267,3 @@ def _batched(
                 highlight=False,
             )
     return [known[task.key] for task in tasks]
-
-

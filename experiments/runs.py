@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
+import functools
 import os
-import platform
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ot_newton.errors import check_integer
+from ot_newton.experiments.pools import check_jobs, in_processes
+from ot_newton.experiments.row_file import (
+    Row,
+    RowFile,
+    Task,
+    check_folder,
+    load_average,
+    row_head,
+    settings_key,
+    versions,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
+    "Row",
     "RowFile",
     "Task",
     "check_folder",
@@ -32,46 +38,6 @@ __all__ = [
     "versions",
 ]
 
-Row = dict[str, Any]
-REPORTED = ("ot-newton", "torch", "numpy", "scipy")
-
-
-@dataclass(frozen=True)
-class Task:
-    """One run.
-
-    Attributes:
-        label: for the progress bar.
-        settings: everything that decides the outcome, as JSON values; their hash names the run.
-        payload: what the worker gets beside the settings; must be picklable.
-    """
-
-    label: str
-    settings: Mapping[str, Any]
-    payload: Any = field(default=None, repr=False)
-
-    @property
-    def key(self) -> str:
-        """Hash of the settings."""
-        return settings_key(self.settings)
-
-
-def settings_key(settings: Mapping[str, Any]) -> str:
-    """Hash of JSON-like settings that does not depend on their order."""
-    text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the numbers."""
-    found = {"python": platform.python_version()}
-    for name in REPORTED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
 
 def usable_cores() -> int:
     """Cores this process may run on."""
@@ -80,111 +46,39 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def load_average() -> float | None:
-    """Runnable processes over the last minute, where the system tells: timings depend on it."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
-def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
-    """Make the folder, or raise naming the argument before any work.
-
-    Raises:
-        ValueError: it exists as a file, or cannot be made or written.
-    """
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{name} must be a folder that can be written, got {folder}: {error.strerror}"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{name} must be a folder that can be written, got {folder}")
-    return folder
-
-
-class RowFile:
-    """A file of JSON rows that survives being interrupted.
-
-    Args:
-        path: made with the first row.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-
-    def read(self) -> list[Row]:
-        """All complete rows; a last line cut off in writing is left out.
-
-        Raises:
-            ValueError: a line that is no JSON row; the message names file and line.
-        """
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        rows: list[Row] = []
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                if number == len(lines) and not line.endswith("\n"):
-                    break
-                raise ValueError(f"{self.path}, line {number}: not a JSON row: {error.msg}") from error
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"{self.path}, line {number}: expected a JSON object, got {type(row).__name__}"
-                )
-            rows.append(row)
-        return rows
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row and wait until it is on disk."""
-        self._mend()
-        with open(self.path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def _mend(self) -> None:
-        """Drop what an interrupted write left after the last line end."""
-        if not self.path.exists():
-            return
-        with open(self.path, "r+b") as stream:
-            content = stream.read()
-            if content and not content.endswith(b"\n"):
-                stream.truncate(content.rfind(b"\n") + 1)
-
-
 def run_tasks(
     tasks: Sequence[Task],
     worker: Callable[[Task], Row],
     file: RowFile,
     *,
-    jobs: int | None = None,
+    jobs: int | str | None = None,
     console: Console | None = None,
     describe: Callable[[Row], str] = str,
 ) -> list[Row]:
     """Run what ``file`` does not hold yet, and return the rows of all tasks in their order.
 
-    An exception in a run becomes a row with status ERROR, and is tried again by a rerun. With more than
-    one job an interrupt loses the runs in flight, one per job.
+    An exception in a run becomes a row with status ERROR, and is tried again by a rerun. What a
+    process that dies was running is repeated, with what its neighbours had in flight. With more than one job
+    an interrupt loses the runs in flight, one per job; a full disk loses the row being written, and a rerun
+    mends the file.
 
     Args:
         tasks: the runs.
         worker: a module-level function of a task.
         file: where rows go.
-        jobs: processes, with one thread each; None: one per core. 1 runs in this process.
+        jobs: processes, with one thread each; None: one per core; 1 runs in this process. Or "dask" (a local
+            cluster), "dask:ADDRESS" (a running one), "ray".
         console: where progress is shown; None for none.
         describe: a line about a finished row.
 
     Raises:
-        ValueError: ``jobs`` below 1, or a damaged file.
+        ValueError: a bad ``jobs``, or a damaged file.
+        OSError: a row could not be written.
     """
+    wanted = check_jobs(jobs, usable_cores())
     known = {row.get("key"): row for row in file.read() if row.get("status") != "ERROR"}
     missing = [task for task in tasks if task.key not in known]
-    count = min(usable_cores() if jobs is None else check_integer("jobs", jobs, low=1), max(1, len(missing)))
+    count = min(wanted, max(1, len(missing))) if isinstance(wanted, int) else wanted
     with _Bar(console, len(tasks), len(tasks) - len(missing)) as bar:
         for row in _outcomes(missing, worker, count):
             file.append(row)
@@ -193,34 +87,18 @@ def run_tasks(
     return [known[task.key] for task in tasks]
 
 
-def _outcomes(tasks: Sequence[Task], worker: Callable[[Task], Row], jobs: int) -> Iterable[Row]:
-    if jobs == 1 or len(tasks) == 1:
+def _outcomes(tasks: Sequence[Task], worker: Callable[[Task], Row], jobs: int | str) -> Iterable[Row]:
+    if isinstance(jobs, int) and (jobs == 1 or len(tasks) <= 1):
         return _in_turn(tasks, worker)
-    from joblib import Parallel, delayed, parallel_config
-
-    with parallel_config(backend="loky", inner_max_num_threads=1):
-        outcomes: Iterable[Row] = Parallel(n_jobs=jobs, return_as="generator_unordered")(
-            delayed(_guarded)(worker, task, 1) for task in tasks
-        )
-    return outcomes
+    return in_processes(tasks, functools.partial(_guarded, worker, threads=1), jobs, usable_cores())
 
 
 def _in_turn(tasks: Sequence[Task], worker: Callable[[Task], Row]) -> Iterator[Row]:
     for task in tasks:
-        yield _guarded(worker, task, None)
+        yield _guarded(worker, task)
 
 
-def row_head(task: Task) -> Row:
-    """What every row starts with."""
-    return {
-        "key": task.key,
-        "label": task.label,
-        "settings": dict(task.settings),
-        "versions": versions(),
-    }
-
-
-def _guarded(worker: Callable[[Task], Row], task: Task, threads: int | None) -> Row:
+def _guarded(worker: Callable[[Task], Row], task: Task, threads: int | None = None) -> Row:
     """The worker's row with key and settings; an exception is a row too."""
     if threads is not None:
         torch.set_num_threads(threads)

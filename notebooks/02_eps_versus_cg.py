@@ -95,8 +95,8 @@ for eps in EPS:
 
 # %%
 figure, axes = plt.subplots()
-axes.loglog(EPS, [plain_steps[eps] for eps in EPS], "o-", label="plain")
-axes.loglog(EPS, [deflated_steps[eps] for eps in EPS], "s--", label="deflated, after 10 products")
+axes.semilogx(EPS, [plain_steps[eps] for eps in EPS], "o-", label="plain")
+axes.semilogx(EPS, [deflated_steps[eps] for eps in EPS], "s--", label="deflated, after 10 products")
 axes.set(xlabel="eps", ylabel="CG iterations per Hessian product", title=f"n = m = {n}, d = {d}, rtol = {RTOL}")
 axes.set_xticks(EPS, [str(eps) for eps in EPS])
 axes.minorticks_off()

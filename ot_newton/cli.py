@@ -13,6 +13,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ot_newton.experiments.registry import Outcome
     from ot_newton.experiments.shuffled_regression import Config
 
 __all__ = ["main"]
@@ -75,12 +76,9 @@ def shuffled_regression(out: Path, jobs: int | None, **options: Any) -> None:
     """
     with _one_error():
         config = _config(options)
-    from rich.console import Console
-
     from ot_newton.experiments import shuffled_regression as experiment
 
-    console = Console(soft_wrap=True)
-    console.width = max(console.width, TABLE_WIDTH)
+    console = _console()
     try:
         with _one_error():
             rows = experiment.run(config, out, jobs=jobs, console=console)
@@ -94,6 +92,84 @@ def shuffled_regression(out: Path, jobs: int | None, **options: Any) -> None:
     for row in failed:
         console.print(f"{row['label']}: {row['status']}: {row['message']}", highlight=False, markup=False)
     sys.exit(1 if failed else 0)
+
+
+@main.command("list")
+def list_studies() -> None:
+    """List the studies that `run` knows."""
+    from ot_newton.experiments.registry import STUDIES
+
+    width = max(map(len, STUDIES))
+    for study in STUDIES.values():
+        click.echo(f"{study.name:<{width}}  {study.about}")
+
+
+@main.command("run")
+@click.argument("name")
+@click.option("--config", type=FILE, help="TOML file of settings; `list` names the studies.")
+@click.option("--smoke", is_flag=True, help="A quick run at small sizes.")
+@click.option("--jobs", help="Processes, 'dask', 'dask:ADDRESS' or 'ray'  [default: one per core].")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("results"),
+    show_default=True,
+    help="Folder of rows, summary and figures; runs found there are not redone.",
+)
+def run(name: str, config: Path | None, smoke: bool, jobs: str | None, out: Path) -> None:
+    """Run the study NAME: JSON rows, tables and figures in OUT.
+
+    The exit status is 1 if a run ended in an error.
+    """
+    from ot_newton.experiments import registry
+    from ot_newton.experiments.pools import check_jobs
+    from ot_newton.experiments.runs import usable_cores
+
+    console = _console()
+    try:
+        with _one_error():
+            wanted = None if jobs is None else check_jobs(jobs, usable_cores())
+            done = registry.run_study(name, config=config, smoke=smoke, out=out, jobs=wanted, console=console)
+    except KeyboardInterrupt:
+        console.print(f"interrupted: finished runs are in {out}; the same command goes on from there")
+        sys.exit(INTERRUPTED)
+    except OSError as error:
+        raise click.ClickException(
+            f"a row could not be written: {error}; finished runs are in {out}, and the same command goes on"
+        ) from error
+    _show(console, done, out)
+    failed = [row for row in done.rows if row["status"] == "ERROR"]
+    for row in failed:
+        console.print(f"{row['label']}: {row['message']}", highlight=False, markup=False)
+    sys.exit(1 if failed else 0)
+
+
+@main.command("plot")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+def replot(folder: Path) -> None:
+    """Draw tables and figures again from the rows in DIR alone."""
+    from ot_newton.experiments import registry
+
+    console = _console()
+    with _one_error():
+        found = registry.replot(folder)
+    for one in found:
+        _show(console, one, folder)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    console.width = max(console.width, TABLE_WIDTH)
+    return console
+
+
+def _show(console: Console, done: Outcome, out: Path) -> None:
+    """Tables on the console and as text, and the names of the images."""
+    _report(console, done.tables, out / f"{done.study.name}-summary.txt")
+    for path in done.images:
+        console.print(f"wrote {path}", highlight=False)
 
 
 def _config(options: dict[str, Any]) -> Config:
@@ -135,3 +211,21 @@ def _report(console: Console, tables: list[Any], path: Path) -> None:
         for table in tables:
             console.print(table)
             text.print(table)
+
+
+@main.group()
+def kernels() -> None:
+    """GPU kernels, compiled ahead of time; no GPU is needed."""
+
+
+@kernels.command("build")
+@click.option(
+    "--arch", "first", type=int, help="Compute capabilities: --arch 80 90 100 (the default)."
+)
+@click.argument("more", nargs=-1, type=int)
+def build(first: int | None, more: tuple[int, ...]) -> None:
+    """Compile every kernel and configuration; one row each: registers, shared memory, spills, instructions."""
+    with _one_error():
+        from ot_newton.backends.triton_kernels.aot import kernels_command
+
+        kernels_command([arch for arch in (first, *more) if arch] or [80, 90, 100], click.echo)

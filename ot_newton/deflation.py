@@ -5,9 +5,11 @@ vectors, `SU = S^ U` and `M = U^T SU`, CG runs on the projected system (MATH 5)
 
     (I - SU M^-1 U^T) S^ z = (I - SU M^-1 U^T) b,      w = z - U M^-1 SU^T z + U M^-1 U^T b
 
-whose residual is the true residual of w, however rough U is. U is the Rayleigh-Ritz space of the
-reorthogonalized Krylov bases of the first solves of a plan: their products are known, so the harvest
-costs no plan pass. Carrying U to another plan costs one block product (two passes).
+whose residual is the true residual of w, however rough U is. U is a Rayleigh-Ritz space. The first solve
+of a plan is a block one: random columns beside the right-hand sides share its passes, and its block Krylov
+space, reorthogonalized, holds the slow modes long before that of one vector does. The Krylov bases of later
+solves refine it; their products are known, so a harvest costs no plan pass. Carrying U to another plan
+costs one block product (two passes).
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ MAX_RITZ = 0.8
 MIN_STEPS = 12
 SMALL = 128
 HARVEST_SOLVES = 20
+BLOCK_COLUMNS = 16
+MIN_BLOCK_STEPS = 4
+MAX_BASIS = 640
 BUDGET_BYTES = 1 << 28
 
 
@@ -68,6 +73,52 @@ class Deflation:
             return 0
         steps = self.budget // (5 * b.numel() * b.element_size())
         return int(steps) if steps >= MIN_STEPS else 0
+
+    def explores(self, b: Tensor) -> bool:
+        """Whether this solve is to be a block one: nothing held yet, one lane, a system that is not small."""
+        room = self.budget // (4 * b.shape[1] * b.element_size())
+        enough = room >= MIN_BLOCK_STEPS * max(BLOCK_COLUMNS, b.shape[2])
+        return b.shape[0] == 1 and b.shape[1] > SMALL and self.size == 0 and enough
+
+    def explore(
+        self, system: SchurSystem, b: Tensor, rtol: Tensor, max_steps: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Block Lanczos from b and random columns, fully reorthogonalized; keeps its slow Ritz vectors.
+
+        The Galerkin solution is that of block CG; its residual comes from stored products.
+
+        Args:
+            system: of the plan, attached.
+            b: (1,m,K) right-hand sides, projected.
+            rtol: relative tolerance.
+            max_steps: cap.
+
+        Returns:
+            Solution and residual (1,m,K), and block steps: two passes each.
+        """
+        count, columns = b.shape[1], max(BLOCK_COLUMNS, b.shape[2])
+        limit = min(self.budget // (4 * count * b.element_size()), count - 1, MAX_BASIS)
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        noise = torch.randn(1, count, columns - b.shape[2], generator=generator, dtype=torch.float64)
+        block = torch.cat([b, noise.to(b)], dim=-1)
+        size = b.square().sum(1, keepdim=True).sqrt()
+        basis, products, gram = b[:, :, :0], b[:, :, :0], b.new_zeros(1, 0, 0)
+        z, left, steps = torch.zeros_like(b), b, 0
+        while steps < max_steps and basis.shape[-1] + columns <= limit:
+            block = _orthonormal(system.project, block, basis)
+            applied = system.project(system.normalized_matmat(block))
+            basis, products = torch.cat([basis, block], -1), torch.cat([products, applied], -1)
+            steps += 1
+            side = basis.mT @ applied
+            gram = torch.cat([torch.cat([gram, side[:, :-columns].mT], 1), side], -1)
+            weights = torch.linalg.solve((gram + gram.mT) / 2, basis.mT @ b)
+            z, left = basis @ weights, b - products @ weights
+            if bool((left.square().sum(1, keepdim=True).sqrt() <= rtol * size).all()):
+                break
+            block = applied
+        if steps >= MIN_BLOCK_STEPS:
+            self._set(basis, products)
+        return z, left, steps
 
     def attach(self, system: SchurSystem) -> None:
         """Make the space that of this system: after a change of plan, re-orthogonalize and re-apply."""
@@ -146,3 +197,11 @@ class Deflation:
         vectors = torch.linalg.solve_triangular(factor.L.mT, vectors, upper=True, left=False)
         products = torch.linalg.solve_triangular(factor.L.mT, products, upper=True, left=False)
         self._set(vectors, products)
+
+
+def _orthonormal(project: Callable[[Tensor], Tensor], block: Tensor, basis: Tensor) -> Tensor:
+    """The block made orthonormal against the basis, in two sweeps (columns of zero become random ones)."""
+    for _ in range(2):
+        block = block - basis @ (basis.mT @ block)
+        block = torch.linalg.qr(project(block))[0]
+    return block

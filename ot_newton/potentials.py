@@ -20,6 +20,7 @@ from ot_newton.problem import OTProblem
 __all__ = [
     "Biases",
     "Potentials",
+    "asked_marginal",
     "biases_to_potentials",
     "from_ott",
     "from_pot",
@@ -103,6 +104,14 @@ def potentials_to_biases(problem: OTProblem, potentials: Potentials) -> Biases:
     row = scale * (f - along_x - square[:, None]) - norm_x.double()
     col = scale * (g + along_y) - norm_y.double()
     return Biases(row.to(problem.dtype), col.to(problem.dtype))
+
+
+def asked_marginal(weight: Tensor, potential: Tensor, rho: float | None) -> Tensor:
+    """The marginal that a potential asks for, in float64: the weight, or `a exp(-f/rho)` if relaxed (MATH 8)."""
+    if rho is None:
+        return weight.double()
+    asked = weight.double() * torch.exp(-potential.double() / rho)
+    return torch.where(weight > 0, asked, torch.zeros_like(asked))
 
 
 def _log(weight: Tensor) -> Tensor:

@@ -94,7 +94,8 @@ class Tiles(Protocol):
         run instead and the second value returned is None.
 
         Returns:
-            (lse, rowsum), rowsum None when the max-stabilized path was used.
+            (lse, rowsum), rowsum None when the max-stabilized path was used (on a GPU, where looking would
+            wait for the device, NaN in the rows that tripped).
         """
         ...
 

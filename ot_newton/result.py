@@ -16,7 +16,7 @@ from ot_newton.hessian import LinearizedPlan
 from ot_newton.operators.hessian_operator import HessianOperator, default_rtol
 from ot_newton.operators.plan import TransportPlan, linearize
 from ot_newton.operators.schur_operator import SchurComplement
-from ot_newton.potentials import Biases, Potentials, biases_to_potentials, operands
+from ot_newton.potentials import Biases, Potentials, asked_marginal, biases_to_potentials, operands
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter
 
@@ -172,21 +172,9 @@ class SinkhornResult:
             wrt,
             rtol=tolerance,
             max_cg=cap,
-            relative_floor=lambda: self.relative_floor(tolerance),
+            relative_floor=4 * tolerance + 10 * self.noise_floor,
             curvature_bound=spread,
         )
-
-    def relative_floor(self, rtol: float = 0.0) -> float:
-        """Relative uncertainty of the plan's rows: `4 rtol + 10 noise_floor + 8 stop`.
-
-        ``stop`` is the largest deviation of a marginal from the one asked for, relative to the largest one
-        asked for. Cost: none once the marginals are known.
-        """
-        stop = 0.0
-        for marginal, asked in self._asked:
-            gap = torch.where(asked > 0, marginal - asked, torch.zeros_like(asked)).abs().amax(-1)
-            stop = max(stop, float((gap / asked.amax(-1)).max()))
-        return 4 * rtol + 10 * self.noise_floor + 8 * stop
 
     @property
     def gradient_noise(self) -> float:
@@ -269,22 +257,12 @@ class SinkhornResult:
         Signed, zero at convergence, and no bound: an early-stopped plan is not primal feasible (MATH 3).
         A relaxed side uses the marginal its potential asks for in place of a. (batch).
         """
-        f, g, r, _ = self._sums
-        total = torch.zeros_like(r[:, 0])
-        for potential, (marginal, asked) in zip((f, g), self._asked, strict=True):
-            total = total + _weighted(marginal - asked, potential)
-        return self._out(total)
-
-    @cached_property
-    def _asked(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """(marginal, the one asked for) of both sides in float64: a, or `a exp(-f/rho)` if relaxed."""
         f, g, r, col = self._sums
         p, c = self.problem, self.problem.centred
-        out = []
+        total = torch.zeros_like(r[:, 0])
         for potential, weight, marginal, rho in ((f, c.a, r, p.rho_x), (g, c.b, col, p.rho_y)):
-            asked = weight.double() if rho is None else weight.double() * torch.exp(-potential / rho)
-            out.append((marginal, torch.where(weight > 0, asked, torch.zeros_like(asked))))
-        return tuple(out)
+            total = total + _weighted(marginal - asked_marginal(weight, potential, rho), potential)
+        return self._out(total)
 
     def gradient(self, wrt: str = "x") -> Tensor:
         """Gradient of OT by the envelope theorem (MATH 4).

@@ -144,11 +144,14 @@ class SchurSystem:
     def _solve_cg(self, b: Tensor, rtol: Tensor, max_cg: int) -> tuple[Tensor, CGResult]:
         """Deflated CG on the normalized system; its Krylov space feeds the deflation."""
         space = self.deflation
+        size = b.square().sum(1, keepdim=True).sqrt()
+        first, steps = torch.zeros_like(b), 0
         if space is not None:
             space.attach(self)
+            if space.explores(b):
+                first, b, steps = space.explore(self, b, rtol, max_cg)
         active = space is not None and space.size > 0
         start = space.remove(b) if space is not None and active else b
-        size = b.square().sum(1, keepdim=True).sqrt()
         reduced = start.square().sum(1, keepdim=True).sqrt()
         relative = rtol * size / torch.where(reduced > 0, reduced, torch.ones_like(reduced))
         start = torch.where(reduced <= rtol * size, torch.zeros_like(start), start)
@@ -159,18 +162,20 @@ class SchurSystem:
             else self.normalized_matmat,
             start,
             rtol=relative,
-            max_iter=max_cg,
+            max_iter=max_cg - steps,
             project=space.project(self.project) if space is not None and active else self.project,
             norm_estimate=1.0,
             refresh=25 if b.dtype == torch.float32 else 100,
             record=record,
             reorthogonalize=record > 0,
         )
-        z = space.complete(result.x, b) if space is not None and active else result.x
+        z = first + (space.complete(result.x, b) if space is not None and active else result.x)
         if space is not None and record:
             space.harvest(result)
-        scaled = result.residual * (reduced / torch.where(size > 0, size, torch.ones_like(size))).squeeze(1)
-        return z, replace(result, residual=scaled)
+        share = (reduced / torch.where(size > 0, size, torch.ones_like(size))).squeeze(1)
+        idle = result.reason == int(CGReason.ZERO_RHS)
+        scaled = torch.where(idle, share, result.residual * share)
+        return z, replace(result, residual=scaled, iterations=result.iterations + steps)
 
     def _solve_direct(self, b: Tensor, rtol: Tensor) -> SchurSolve:
         """Factorized solve with one refinement by the assembled matrix."""

@@ -124,7 +124,8 @@ def sinkhorn(
         anneal: "auto" starts from a larger eps, halved every iteration, when eps is small against the
             cost and there is no ``init``; False never does.
         init: a former result, `Potentials` or (f, g) to start from.
-        backend: "auto", "dense", "torch_tiles" or "cpu".
+        backend: "auto", "dense", "torch_tiles", "cpu" or "triton" (on an NVIDIA GPU; "triton:tf32x3" and the
+            like name a precision other than ieee float32).
         callback: called at every check with an `IterationInfo`; a true return or StopIteration stops
             (status CALLBACK).
         progress: show a progress bar.

@@ -58,6 +58,11 @@ class CallbackDispatch:
 
     Raises:
         TypeError: not callable.
+
+    Example:
+        >>> calls = CallbackDispatch([lambda x: None, lambda *, intermediate_result: True])
+        >>> bool(calls)
+        True
     """
 
     def __init__(self, callbacks: Callable[..., Any] | Iterable[Callable[..., Any]] | None) -> None:
@@ -113,6 +118,15 @@ class SaddleDetector:
 
     Attributes:
         found: (step, estimate) of every detection.
+
+    Example:
+        >>> import torch
+        >>> from ot_newton.solvers.newton import NewtonCG
+        >>> loss = lambda x: x[0] ** 2 - x[1] ** 2 + x[1] ** 4 / 4
+        >>> detector = SaddleDetector(every=1)
+        >>> result = NewtonCG(loss).minimize(torch.tensor([2.0, 0.1]), callback=detector)
+        >>> result.status, detector.found[0][1].sign
+        (Status.CALLBACK, 'negative')
     """
 
     def __init__(

@@ -93,6 +93,13 @@ def spectral_density(
     Raises:
         ValueError: a bad argument.
         FloatingPointError: the operator returned nan or inf.
+
+    Example:
+        >>> import torch
+        >>> h = torch.diag(torch.tensor([-1.0] * 30 + [2.0] * 70, dtype=torch.float64))
+        >>> share, error = spectral_density(h, n_probes=20, k=5).mass_below(0.0)
+        >>> abs(share - 0.3) < 4 * error
+        True
     """
     probes = check_integer("n_probes", n_probes, low=1)
     steps = check_integer("k", k, low=1)

@@ -200,6 +200,13 @@ def extreme_eigenpairs(
 
     Raises:
         ValueError: a bad argument; FloatingPointError: the operator returned nan or inf.
+
+    Example:
+        >>> import torch
+        >>> h = torch.diag(torch.tensor([-1.0, -1.0, 0.5, 3.0], dtype=torch.float64))
+        >>> pairs = extreme_eigenpairs(h, 3)
+        >>> [round(value, 9) for value in pairs.values.tolist()], bool(pairs.converged.all())
+        ([-1.0, -1.0, 0.5], True)
     """
     check_choice("which", which, ("smallest", "largest"))
     view = as_linear_map(op, n=n, dtype=dtype)

@@ -74,6 +74,15 @@ class SaddleEscape:
 
     Raises:
         ValueError: a bad argument; TypeError: likewise.
+
+    Example:
+        >>> import torch
+        >>> loss = lambda x: x[0] ** 2 - x[1] ** 2 + x[1] ** 4 / 4
+        >>> result = SaddleEscape(loss).minimize(torch.tensor([0.5, 0.1], dtype=torch.float64))
+        >>> result.status, [switch.action for switch in result.switches]
+        (Status.MINIMUM, ['newton'])
+        >>> result.n_first_order + result.n_newton == result.n_iter
+        True
     """
 
     def __init__(

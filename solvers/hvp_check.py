@@ -86,6 +86,14 @@ def check_hvp(
 
     Raises:
         TypeError: a bad loss or x; OTNewtonError is not raised but reported.
+
+    Example:
+        >>> import torch
+        >>> point = torch.tensor([1.0, -2.0], dtype=torch.float64)
+        >>> check_hvp(lambda x: (x**4).sum(), point).passed
+        True
+        >>> check_hvp(lambda x: (x**4).sum(), point, hvp=lambda x, v: 11 * x**2 * v).failures
+        ('HVP slope',)
     """
     start = as_start(x)
     objective = Objective(loss, start, hvp=hvp, hess=hess)

@@ -239,6 +239,12 @@ def lanczos(
     Raises:
         ValueError: a bad argument, or a start that vanishes outside of the nullspace.
         FloatingPointError: the operator returned nan or inf.
+
+    Example:
+        >>> import torch
+        >>> t = lanczos(torch.diag(torch.tensor([-1.0, 2.0, 2.0, 2.0])), 4)
+        >>> t.breakdown, [round(float(value), 5) for value in t.ritz()[0]]
+        (2, [-1.0, 2.0])
     """
     steps = check_integer("k", k, low=1)
     noise = check_number("noise", noise, strict=False)

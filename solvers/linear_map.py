@@ -85,6 +85,12 @@ def as_linear_map(
     Raises:
         TypeError: not an operator, or not real floating point.
         ValueError: not square, batched, empty, or a dimension that differs from ``n``.
+
+    Example:
+        >>> import torch
+        >>> view = as_linear_map(lambda v: 2 * v, n=3)
+        >>> (view @ torch.ones(3, 4, dtype=torch.float64)).shape, view.n_products
+        (torch.Size([3, 4]), 4)
     """
     if isinstance(op, LinearMap):
         return op

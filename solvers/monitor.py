@@ -73,6 +73,20 @@ class LanczosMonitor:
         history: a `MonitorRecord` per probe.
         last: the last `EigenEstimate`, None before the first.
         n_hvp: products spent.
+
+    Example:
+        >>> import torch
+        >>> monitor = LanczosMonitor(every=2)
+        >>> weight = torch.tensor([0.1, 0.2], dtype=torch.float64, requires_grad=True)
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> for step in range(4):
+        ...     optimizer.zero_grad()
+        ...     loss = weight[0] ** 2 - weight[1] ** 2
+        ...     record = monitor(step, loss)
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> [(r.step, r.lambda_min, r.sign, r.n_hvp) for r in monitor.history]
+        [(0, -2.0, 'negative', 2), (2, -2.0, 'negative', 2)]
     """
 
     def __init__(

@@ -127,6 +127,15 @@ class NewtonCG:
 
     Raises:
         ValueError: a bad argument; TypeError: likewise.
+
+    Example:
+        >>> import torch
+        >>> loss = lambda x: x[0] ** 2 - x[1] ** 2 + x[1] ** 4 / 4
+        >>> result = NewtonCG(loss).minimize(torch.zeros(2, dtype=torch.float64))
+        >>> result.status, round(result.fun, 9), round(result.lambda_min.value, 6)
+        (Status.MINIMUM, -1.0, 2.0)
+        >>> [row.reason for row in result.history if row.kind == "escape"]
+        ['left a saddle, lambda_min = -2.000e+00']
     """
 
     def __init__(

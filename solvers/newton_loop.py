@@ -280,7 +280,7 @@ class NewtonLoop:
 
     def _trust_region(self, model: Model) -> Status | None:
         radius = self.radius if self.radius is not None else model.first_radius()
-        noisy_trials = 0
+        noisy_trials, largest = 0, math.inf
         while True:
             step = model.step(radius)
             trial = self.point.moved(self.point.x + step.p)
@@ -289,13 +289,12 @@ class NewtonLoop:
             ):
                 return self._stuck(noisy_trials > 0 or step.reason is CGReason.CONVERGED)
             verdict = compare(self.point, trial, step.decrease, LEAST_RATIO)
-            before, radius = (
-                radius,
-                next_radius(radius, step, verdict.ratio, noisy=verdict.noisy, finite=verdict.finite),
-            )
+            before = radius
+            radius = next_radius(before, step, verdict.ratio, noisy=verdict.noisy, finite=verdict.finite)
             if verdict.accepted:
-                return self._accept(trial, step, radius, verdict.ratio)
-            radius = min(radius, 0.25 * before)
+                # A radius that has just proved too large is not tried again at the next point.
+                return self._accept(trial, step, min(radius, largest), verdict.ratio)
+            radius = largest = min(radius, 0.5 * before)
             self._record_step(self.point, step, radius, verdict.ratio, accepted=False)
             noisy_trials += verdict.noisy
             if noisy_trials >= NOISY_TRIALS:

@@ -78,6 +78,11 @@ def decide(report: CurvatureReport, state: EscapeState) -> Decision:
     gradient test is met without proved negative curvature, or when the first-order cap is reached; an
     escape step when the gradient test is met at proved negative curvature. Newton: stop at its final
     status, except at a saddle, which is left; back to first-order when CG meets negative curvature.
+
+    Example:
+        >>> report = CurvatureReport(step=10, lambda_min=0.1, lambda_max=1.0, sign="nonnegative", confidence=1.0)
+        >>> decide(report, EscapeState(phase="first-order")).action
+        'newton'
     """
     left = state.n_switches < state.max_switches
     if state.phase == NEWTON:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -29,6 +30,7 @@ from ot_newton.experiments.bench.report import show
 from ot_newton.experiments.bench.session import run_tables
 from ot_newton.experiments.bench.settings import Settings
 
+ROOT = Path(__file__).parents[1]
 PACE = Pace(rounds=5, least=2, seconds=1e9, pause=0.5, turn=0.0)
 
 
@@ -58,7 +60,7 @@ class Machine:
 
 
 def check(answer: float) -> Verdict:
-    return Verdict(abs(answer - 1.0), 0.1, {"answer": answer})
+    return Verdict(abs(answer - 1.0), 0.1)
 
 
 def missing() -> Job:
@@ -98,6 +100,7 @@ def test_a_wrong_answer_is_not_timed_and_no_ratio_is_made(answer: float) -> None
     assert machine.log.count("wrong") == 1
     assert "tolerance" in wrong.message
     assert "seconds_median" not in wrong.row()
+    json.dumps(wrong.row(), allow_nan=False)
     for pair in ((right, wrong), (wrong, right)):
         row = claim(*pair, target=1.0)
         assert row["status"] == "NO CLAIM"
@@ -283,6 +286,21 @@ def test_a_failure_message_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "ImportError: gone" in printed
     assert "rule: A" in printed
+
+
+def test_every_table_has_rows_and_needs_no_peer_to_be_imported() -> None:
+    script = """
+import importlib, os, sys
+from ot_newton.experiments.bench.__main__ import TABLES, limit
+assert limit(1) == 1 and os.environ["OMP_NUM_THREADS"] == "1"
+for module in TABLES.values():
+    assert callable(importlib.import_module("ot_newton.experiments.bench." + module).rows)
+assert not {"jax", "ott", "ot", "pykeops", "geomloss", "numba"} & set(sys.modules)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_an_unknown_table_lists_the_known_ones() -> None:

@@ -12,6 +12,8 @@ import torch
 from ot_newton.errors import ConvergenceWarning, Status
 from ot_newton.solvers.escape import SaddleEscape
 from ot_newton.solvers.monitor import LanczosMonitor
+from ot_newton.solvers.newton import NewtonCG
+from ot_newton.solvers.state import NewtonState
 from ot_newton.solvers.switching import CurvatureReport, EscapeState, decide
 
 SCALES = (1e-8, 1e-4, 1.0, 1e8)
@@ -198,3 +200,107 @@ def test_large_problem_switches_on_a_certified_threshold():
 def test_bad_options(options, error, match):
     with pytest.raises(error, match=match):
         SaddleEscape(saddle, **options)
+
+
+# ---- resume ----------------------------------------------------------------------------------------
+
+
+def same(first, second):
+    """Bitwise: points, counters, rows (without their times), switches, the last estimate."""
+    assert torch.equal(first.x, second.x) and torch.equal(first.grad, second.grad)
+    assert first.fun == second.fun and first.status is second.status and first.switches == second.switches
+    counts = [(r.n_iter, r.n_fun, r.n_grad, r.n_hvp, r.n_first_order, r.n_newton) for r in (first, second)]
+    assert counts[0] == counts[1]
+    strip = [[str(replace(row, seconds=0.0)) for row in r.history] for r in (first, second)]
+    assert strip[0] == strip[1]
+    assert first.lambda_min.as_dict() == second.lambda_min.as_dict()
+    assert torch.equal(first.lambda_min.vector, second.lambda_min.vector)
+
+
+def through(path, part):
+    part.state.save(path)
+    return NewtonState.load(path)
+
+
+OPTIMIZERS = (
+    torch.optim.Adam,
+    torch.optim.LBFGS,
+    lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("start", [(0.0, 0.0), (1.0, 1e-3)])
+def test_N52_escape_resumed_after_a_callback(optimizer, start, tmp_path):
+    """Stopped after any step of either phase, at an escape too: the rest is the same, bitwise."""
+
+    def solver():
+        return SaddleEscape(saddle, optimizer=optimizer, probe_every=4)
+
+    whole = solver().minimize(tensor(start))
+    assert whole.status is Status.MINIMUM and whole.n_newton > 0
+    kinds = set()
+    for stop in sorted({1, 4, 5, whole.n_iter - 2, whole.n_iter - 1}):
+        if not 0 < stop < whole.n_iter:
+            continue
+        part = solver().minimize(tensor(start), callback=lambda info, stop=stop: info.step == stop)
+        assert part.status is Status.CALLBACK and part.n_iter == stop
+        kinds.add(part.history[-1].kind)
+        rest = solver().minimize(resume=through(tmp_path / "s.pt", part))
+        same(whole, rest)
+        assert accounted(rest)
+    assert len(kinds) >= 2
+
+
+@scaled
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.filterwarnings("ignore::ot_newton.errors.ConvergenceWarning")
+def test_N52_escape_four_and_six_steps_are_ten(scale, dtype, tmp_path):
+    def solver(steps):
+        return SaddleEscape(lambda x: scale * rosenbrock(x), probe_every=3, max_iter=steps, seed=2)
+
+    start = torch.full((4,), -1.0, dtype=dtype)
+    whole, part = solver(10).minimize(start), solver(4).minimize(start)
+    assert part.status is Status.MAX_ITER and part.n_iter == 4
+    same(whole, solver(10).minimize(resume=through(tmp_path / "s.pt", part)))
+
+
+@pytest.mark.filterwarnings("ignore::ot_newton.errors.ConvergenceWarning")
+def test_N52_escape_keeps_the_warm_start_and_the_stall_count(tmp_path):
+    class Warm:
+        """A loss that depends, slightly, on where it was evaluated last."""
+
+        def __init__(self):
+            self.last = torch.zeros(4, dtype=torch.float64)
+
+        def warm_state(self):
+            return {"last": self.last.clone()}
+
+        def load_warm_state(self, state):
+            self.last = state["last"].clone()
+
+        def __call__(self, x):
+            value = rosenbrock(x) + 1e-6 * (x * self.last).sum()
+            self.last = x.detach().clone()
+            return value
+
+    def solver(steps):
+        monitor = LanczosMonitor(every=2, trigger="stall", stall=0.9, threshold=1e-3)
+        return SaddleEscape(Warm(), max_iter=steps, monitor=monitor)
+
+    start = torch.full((4,), -1.0, dtype=torch.float64)
+    whole, part = solver(10).minimize(start), solver(4).minimize(start)
+    state = through(tmp_path / "s.pt", part)
+    same(whole, solver(10).minimize(resume=state))
+    cold = solver(10).minimize(resume=replace(state, warm=None))
+    assert not torch.equal(cold.x, whole.x)
+
+
+def test_only_its_own_state_is_taken_up():
+    part = NewtonCG(rosenbrock).minimize(tensor([-1.0, 2.0]), callback=lambda x: True)
+    with pytest.raises(ValueError, match="resume must be the state of a SaddleEscape run"):
+        SaddleEscape(rosenbrock).minimize(resume=part.state)
+    with pytest.raises(TypeError, match="resume must be a NewtonState"):
+        SaddleEscape(rosenbrock).minimize(resume={"x": 1})
+    with pytest.raises(ValueError, match="x0 must be given"):
+        SaddleEscape(rosenbrock).minimize()

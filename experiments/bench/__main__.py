@@ -64,7 +64,8 @@ def main(tables: tuple[str, ...], smoke: bool, out: Path) -> None:
     """Time ot-newton beside its peers, each checked against a reference first.
 
     TABLES: half-iteration, solve-hvp, block-hvp, converged, peer-hessians; all by default. Rows are
-    appended to bench.jsonl in the folder as they come.
+    appended to bench.jsonl in the folder as they come. A peer that is not installed is a row that says so.
+    KeOps compiles its formulas at its first run, with the system's C++ compiler: a minute or two.
     """
     chosen = _names(tables)
     threads = limit(THREADS)

@@ -140,9 +140,9 @@ class Entry:
         if self.message:
             out["message"] = self.message
         if self.verdict is not None:
-            out |= {"error": self.verdict.error, "tolerance": self.verdict.tolerance} | dict(
-                self.verdict.facts
-            )
+            error = self.verdict.error
+            out |= {"error": error if math.isfinite(error) else None, "tolerance": self.verdict.tolerance}
+            out |= self.verdict.facts
         if self.times:
             out |= {
                 "seconds_min": self.minimum,

@@ -65,8 +65,7 @@ def sinkhorn_attention(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a wrong shape or value; or targets, known before tracing, that no coupling in the band
-        meets
-            (such as unit targets with unequal lengths). For traced targets see `check_band`.
+            meets (such as unit targets with unequal lengths). For traced targets see `check_band`.
     """
     call = check_call(
         q,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +10,12 @@ from torch import Tensor
 from ot_newton.directions import Direction, HessianStats
 from ot_newton.hessian import LinearizedPlan
 from ot_newton.operators.base import PlanOperator, warn_unconverged
+from ot_newton.potentials import asked_marginal, biases_to_potentials
 from ot_newton.schur import safe_inverse
 
 __all__ = ["HessianOperator", "default_rtol"]
+
+STOP_FACTOR = 8.0
 
 
 def default_rtol(dtype: torch.dtype) -> float:
@@ -30,6 +32,21 @@ def _conditional_variance(plan: LinearizedPlan) -> float:
     return max(0.0, float(variance.max()))
 
 
+def _stop_error(plan: LinearizedPlan) -> float:
+    """Largest deviation of a marginal from the one asked for, relative to the largest one asked for."""
+    p, worst = plan.problem, 0.0
+    potentials: tuple[Tensor | None, Tensor | None] = (None, None)
+    if plan.source is not None and not p.balanced:
+        f, g = biases_to_potentials(p, plan.source[1])
+        potentials = f.reshape(-1, p.n), g.reshape(-1, p.m)
+    sides = ((plan.a, plan.rows()[0], p.rho_x), (plan.b, plan.columns()[0], p.rho_y))
+    for (weight, marginal, rho), potential in zip(sides, potentials, strict=True):
+        asked = weight.double() if potential is None else asked_marginal(weight, potential, rho)
+        gap = (marginal.double() - asked).abs().amax(-1)
+        worst = max(worst, float((gap / asked.amax(-1)).max()))
+    return worst
+
+
 class HessianOperator(PlanOperator):
     """Hessian of OT in "x" (N = n d), "y" (N = m d) or "xy" (N = (n+m) d, x first), row-major.
 
@@ -42,7 +59,7 @@ class HessianOperator(PlanOperator):
         wrt: "x", "y" or "xy".
         stats: counters, see `HessianStats`.
         rtol: tolerance of the inner solve, relative to its right-hand side.
-        relative_floor: relative uncertainty of the plan's rows: rounding, inner tolerance and early stop.
+        relative_floor: relative uncertainty of the plan's rows by rounding and inner tolerance.
         noise_floor: absolute uncertainty of a curvature (and of `|H v|` for unit v), see there.
         norm_bound: upper bound of the largest eigenvalue (I3), `2 s max(r)`; twice that for "xy".
     """
@@ -54,7 +71,7 @@ class HessianOperator(PlanOperator):
         *,
         rtol: float,
         max_cg: int | None,
-        relative_floor: float | Callable[[], float],
+        relative_floor: float,
         curvature_bound: float,
     ) -> None:
         problem = linearized.problem
@@ -66,8 +83,8 @@ class HessianOperator(PlanOperator):
         points = {"x": problem.n, "y": problem.m, "xy": problem.n + problem.m}[wrt]
         self.rows = self.cols = points * problem.d
         self._cloud = (points, problem.d)
-        self._relative_floor, self._curvature_bound = relative_floor, curvature_bound
-        self._variance: float | None = None
+        self.relative_floor, self._curvature_bound = relative_floor, curvature_bound
+        self._noise: float | None = None
 
     @property
     def mT(self) -> HessianOperator:  # noqa: N802
@@ -82,25 +99,23 @@ class HessianOperator(PlanOperator):
         return self._curvature_bound * (rows + cols if self.wrt == "xy" else max(rows, cols))
 
     @property
-    def relative_floor(self) -> float:
-        """See the class."""
-        return self._relative_floor() if callable(self._relative_floor) else self._relative_floor
-
-    @property
     def noise_floor(self) -> float:
         """Distance of this operator from the exact Hessian, in the spectral norm.
 
-        `norm_bound (1 + 2 s V / eps) relative_floor`, V the largest conditional variance
-        `sum_j P_ij |y_j - m_i|^2 / r_i` of a row: a relative error of the plan enters through
-        `(4 s^2 / eps) Cov_i`. A bound on every problem tried (a test holds it against float64), not a
+        `norm_bound (1 + 2 s V / eps) (relative_floor + 8 stop)`, V the largest conditional variance
+        `sum_j P_ij |y_j - m_i|^2 / r_i` of a row, since a relative error of the plan enters through
+        `(4 s^2 / eps) Cov_i`; ``stop`` is the largest deviation of a marginal from the one asked for,
+        relative to the largest one asked for. A bound on every problem tried (a test holds it against float64), not a
         theorem. Cost: one plan pass a side, cached.
         """
         sides = [self.linearized] if "x" in self.wrt else []
         sides += [self.linearized.swap] if "y" in self.wrt else []
-        if self._variance is None:
-            self._variance = max(_conditional_variance(side) for side in sides)
-        spread = self._curvature_bound * self._variance / self.linearized.eps
-        return self.norm_bound * (1.0 + spread) * self.relative_floor
+        if self._noise is None:
+            variance = max(_conditional_variance(side) for side in sides)
+            spread = self._curvature_bound * variance / self.linearized.eps
+            relative = self.relative_floor + STOP_FACTOR * _stop_error(self.linearized)
+            self._noise = self.norm_bound * (1.0 + spread) * relative
+        return self._noise
 
     def __matmul__(self, v: Any) -> Any:
         """See the class; tuples of clouds for "xy"."""
