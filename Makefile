@@ -57,7 +57,7 @@ notebooks: $(VENV)/.docs
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,7 +1,8 @@
 """Draw the README's figure, `docs/overview.png`: `python docs/overview_figure.py` (half a minute).
 
-Left: 40 points moved to minimize OT_eps(x, y), Newton-CG against Adam in plan passes, on the streaming backend.
-Right: shuffled regression; the smallest curvature along a run that starts at a saddle, and where Newton took over.
+Left: 40 points moved to minimize OT_eps(x, y), Newton-CG against Adam in plan passes, on the streaming
+backend. Right: shuffled regression; the smallest curvature along a run that starts near a saddle, and where
+Newton took over.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def run_one(task: Task) -> Row:
     error, value = marginal_recheck(x, y, result.f, result.g, eps=eps)
     return {
         "precision": s["dtype"],
-        "stopping_rule": f"marginal error {result.tol:.1e}, asked {s['tol']:g}; at most {s['max_iter']} steps",
+        "stopping_rule": f"marginal error {result.tol:.1e}, asked {s['tol']:g}; cap {s['max_iter']}",
         "status": result.statuses[0].name,
         "success": bool(result.converged),
         "message": result.statuses[0].message,

@@ -61,7 +61,8 @@ def plot_trajectory(row: Row, path: Path) -> Path:
                 step, color=colour, ls=style, lw=1.0, label=None if phase in seen else f"switch to {phase}"
             )
             seen.add(phase)
-    top.legend(loc="upper right", fontsize=8)
+    if top.get_legend_handles_labels()[0]:
+        top.legend(loc="upper right", fontsize=8)
     top.set_title(f"{row['label']}: {row['status']}", fontsize=10)
     return _save(figure, path)
 

@@ -17,7 +17,7 @@ from ot_newton.experiments.row_file import Row, Task, row_head
 
 __all__ = ["check_jobs", "in_processes"]
 
-POOLS = 3
+POOLS = 2
 CLUSTERS = ("dask", "ray")
 
 

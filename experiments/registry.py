@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ot_newton.experiments.bench.__main__ import TABLES
 from ot_newton.experiments.runs import Row, RowFile
 
 if TYPE_CHECKING:
@@ -78,13 +79,13 @@ class Outcome:
 
 
 def find(name: str) -> Study:
-    """The study of that name.
+    """The study of that name; the benchmarks, which `find` does not return, are named in the message.
 
     Raises:
         ValueError: unknown; the message lists the known ones.
     """
     if name not in STUDIES:
-        raise ValueError(f"NAME must be one of {', '.join(map(repr, STUDIES))}, got {name!r}")
+        raise ValueError(f"NAME must be one of {', '.join(map(repr, (*STUDIES, *TABLES)))}, got {name!r}")
     return STUDIES[name]
 
 

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from ot_newton.errors import check_choice, check_integer, check_number
 from ot_newton.experiments.data import RegressionData, mixture
+from ot_newton.experiments.regression_phases import adam_rows, first_order_rows
 from ot_newton.experiments.regression_report import describe, plot, tables
-from ot_newton.experiments.regression_strategies import STRATEGIES, adam_rows, first_order_rows, run_one
+from ot_newton.experiments.regression_strategies import STRATEGIES, run_one
 from ot_newton.experiments.runs import Row, RowFile, Task, check_folder, run_tasks
 
 if TYPE_CHECKING:
@@ -36,9 +37,10 @@ NAME = "shuffled-regression"
 ROWS = "strategies"
 PHASE = "first-order"
 PRESETS: dict[str, dict[str, Any]] = {
-    "default": {"seeds": 72, "n": 500, "spread": 1.0, "eps": 0.1},
-    "wide": {"seeds": 72, "n": 500, "spread": 10.0, "eps": 0.05},
-    "large": {"seeds": 4, "n": 20_000, "spread": 1.0, "eps": 0.1},
+    "default": {"seeds": 72, "n": 500, "spread": 1.0, "eps": 0.1, "strategies": STRATEGIES},
+    "wide": {"seeds": 72, "n": 500, "spread": 10.0, "eps": 0.05, "strategies": STRATEGIES},
+    # Adam alone and cold batches of plans would take days at this size.
+    "large": {"seeds": 4, "n": 20_000, "spread": 1.0, "eps": 0.1, "strategies": ("escape", "newton")},
 }
 SMOKE = {
     "seeds": 2, "n": 40, "eps": 0.3, "adam_steps": 12, "adam_lrs": (0.03, 0.1), "sensitivity_seeds": 1,
@@ -72,7 +74,7 @@ class Config:
     """
 
     preset: str = "default"
-    strategies: tuple[str, ...] = STRATEGIES
+    strategies: tuple[str, ...] | None = None
     seeds: int | None = None
     n: int | None = None
     spread: float | None = None
@@ -99,7 +101,7 @@ class Config:
         for name, value in PRESETS[check_choice("preset", self.preset, tuple(PRESETS))].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        for strategy in self.strategies:
+        for strategy in self.chosen:
             check_choice("strategies", strategy, STRATEGIES)
         names = ("seeds", "probe_every", "max_steps", "max_first_order", "adam_steps", "sensitivity_seeds")
         for name in names:
@@ -113,10 +115,16 @@ class Config:
                 check_number(name, one, strict=name == "adam_lrs")
 
     @property
+    def chosen(self) -> tuple[str, ...]:
+        """The strategies, the preset's if none were given."""
+        assert self.strategies is not None
+        return self.strategies
+
+    @property
     def levels(self) -> list[Levels]:
         """Levels of the switch that the first-order phase looks for, the main one first."""
         found = [Levels("escape", self.threshold, False)]
-        if "sensitivity" in self.strategies:
+        if "sensitivity" in self.chosen:
             found += [
                 Levels(f"escape at {value:g} lambda_max", value, False)
                 for value in self.thresholds
@@ -177,12 +185,12 @@ def _seed_tasks(config: Config, data: Sequence[RegressionData], phase: Sequence[
     tasks = []
     for k, problem in enumerate(data):
         newton = _shared(config, problem, ("gtol", "max_steps"))
-        if "newton" in config.strategies:
+        if "newton" in config.chosen:
             tasks.append(Task(f"{problem.name}, newton", newton | {"strategy": "newton"}, problem))
         if phase and "releases" in phase[k]:
             names = ("lr", "probe_every", "gtol", "max_steps", "max_first_order")
             for name, release in phase[k]["releases"].items():
-                if name == "escape" and "escape" not in config.strategies:
+                if name == "escape" and "escape" not in config.chosen:
                     continue
                 settings = _shared(config, problem, names) | {
                     "strategy": "escape" if name == "escape" else "sensitivity",
@@ -192,10 +200,10 @@ def _seed_tasks(config: Config, data: Sequence[RegressionData], phase: Sequence[
                 }
                 tasks.append(Task(f"{problem.name}, {name}", settings, (problem, phase[k], name)))
     example = data[min(1, len(data) - 1)]
-    if "trajectory" in config.strategies:
+    if "trajectory" in config.chosen:
         settings = _shared(config, example, ("gtol", "max_steps")) | {"strategy": "trajectory"}
         tasks.append(Task(f"{example.name}, trajectory", settings, example))
-    if "packing" in config.strategies:
+    if "packing" in config.chosen:
         settings = _shared(config, data[0], ("packing_tol",)) | {"strategy": "packing", "seeds": len(data)}
         tasks.append(Task("packing", settings, list(data)))
     return sorted(tasks, key=lambda task: task.settings["strategy"] == "sensitivity")
@@ -238,11 +246,11 @@ def run(
     file, phase_file = RowFile(folder / f"{ROWS}.jsonl"), RowFile(folder / f"{PHASE}.jsonl")
     data = problems(config)
     phase: list[Row] = []
-    if {"escape", "sensitivity"} & set(config.strategies):
+    if {"escape", "sensitivity"} & set(config.chosen):
         phase = _batched(_phase_tasks(config, data), phase_file, first_order_rows, console)
     tasks = _seed_tasks(config, data, phase)
     rows = run_tasks(tasks, run_one, file, jobs=jobs, console=console, describe=describe)
-    for lr in config.adam_lrs if "adam" in config.strategies else ():
+    for lr in config.adam_lrs if "adam" in config.chosen else ():
         everything = _adam_tasks(config, data, lr)
         worker = functools.partial(
             adam_rows, everything=everything, checkpoint=folder / f"adam-{lr:g}.checkpoint"

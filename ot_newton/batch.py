@@ -39,6 +39,13 @@ class BatchResult:
         profile: (iteration, (B,) screened errors) at every audit; nan once a lane has left the batch.
         plan_passes: passes over the batch, whatever its width.
         unconverged: ids of the problems that missed the tolerance.
+
+    Example:
+        >>> import torch, ot_newton as otn
+        >>> x = torch.rand(3, 6, 2, dtype=torch.float64)
+        >>> batch = otn.sinkhorn_batch(otn.OTProblem(x, x + 1, eps=0.5))
+        >>> len(batch), batch.unconverged, batch[0].converged
+        (3, (), True)
     """
 
     results: tuple[SinkhornResult, ...]

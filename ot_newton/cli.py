@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -97,11 +98,14 @@ def shuffled_regression(out: Path, jobs: int | None, **options: Any) -> None:
 @main.command("list")
 def list_studies() -> None:
     """List the studies that `run` knows."""
+    from ot_newton.experiments.bench.__main__ import TABLES
     from ot_newton.experiments.registry import STUDIES
 
-    width = max(map(len, STUDIES))
-    for study in STUDIES.values():
-        click.echo(f"{study.name:<{width}}  {study.about}")
+    about = {study.name: study.about for study in STUDIES.values()}
+    about |= dict.fromkeys(TABLES, "a benchmark beside the peers")
+    width = max(map(len, about))
+    for name, line in about.items():
+        click.echo(f"{name:<{width}}  {line}")
 
 
 @main.command("run")
@@ -122,9 +126,12 @@ def run(name: str, config: Path | None, smoke: bool, jobs: str | None, out: Path
     The exit status is 1 if a run ended in an error.
     """
     from ot_newton.experiments import registry
+    from ot_newton.experiments.bench.__main__ import TABLES
     from ot_newton.experiments.pools import check_jobs
     from ot_newton.experiments.runs import usable_cores
 
+    if name in TABLES:
+        _bench(name, config=config, smoke=smoke, jobs=jobs, out=out)
     console = _console()
     try:
         with _one_error():
@@ -142,6 +149,15 @@ def run(name: str, config: Path | None, smoke: bool, jobs: str | None, out: Path
     for row in failed:
         console.print(f"{row['label']}: {row['message']}", highlight=False, markup=False)
     sys.exit(1 if failed else 0)
+
+
+def _bench(name: str, *, smoke: bool, out: Path, **unused: object) -> NoReturn:
+    """A benchmark in a process of its own: its threads are limited before any library is loaded."""
+    for option, value in unused.items():
+        if value is not None:
+            raise click.UsageError(f"--{option} is not for the benchmark {name!r}: leave it out")
+    command = [sys.executable, "-m", "ot_newton.experiments.bench", name, "--out", str(out)]
+    sys.exit(subprocess.run([*command, "--smoke"] if smoke else command, check=False).returncode)
 
 
 @main.command("plot")
@@ -219,9 +235,7 @@ def kernels() -> None:
 
 
 @kernels.command("build")
-@click.option(
-    "--arch", "first", type=int, help="Compute capabilities: --arch 80 90 100 (the default)."
-)
+@click.option("--arch", "first", type=int, help="Compute capabilities: --arch 80 90 100 (the default).")
 @click.argument("more", nargs=-1, type=int)
 def build(first: int | None, more: tuple[int, ...]) -> None:
     """Compile every kernel and configuration; one row each: registers, shared memory, spills, instructions."""

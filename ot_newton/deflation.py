@@ -32,7 +32,7 @@ MAX_RITZ = 0.8
 MIN_STEPS = 12
 SMALL = 128
 HARVEST_SOLVES = 20
-BLOCK_COLUMNS = 16
+BLOCK_COLUMNS = 32
 MIN_BLOCK_STEPS = 4
 MAX_BASIS = 640
 BUDGET_BYTES = 1 << 28
@@ -66,9 +66,10 @@ class Deflation:
     def record_steps(self, b: Tensor) -> int:
         """CG steps of this block to record: none unless one lane, one column and early in the plan.
 
-        Small systems are left alone: CG ends within their size, and their products stay deterministic.
+        Small systems are left alone: CG ends within their size, and their products stay deterministic. In
+        float32 a reorthogonalized residual would no longer be that of the solution: only block solves feed.
         """
-        single = b.shape[0] == 1 and b.shape[2] == 1
+        single = b.shape[0] == 1 and b.shape[2] == 1 and b.dtype == torch.float64
         if not single or b.shape[1] <= SMALL or self.harvests >= HARVEST_SOLVES:
             return 0
         steps = self.budget // (5 * b.numel() * b.element_size())

@@ -24,28 +24,76 @@ __all__ = [
 
 
 class OTNewtonError(Exception):
-    """Base class of the errors that are not plain bad arguments."""
+    """Base class of the errors that are not plain bad arguments.
+
+    Example:
+        >>> issubclass(LinearSolveError, OTNewtonError), issubclass(OTNewtonError, ValueError)
+        (True, False)
+    """
 
 
 class LinearSolveError(OTNewtonError, RuntimeError):
-    """A linear solve asked for through an adapter did not meet its tolerance."""
+    """A linear solve asked for through an adapter did not meet its tolerance.
+
+    Example:
+        >>> try:
+        ...     raise LinearSolveError("residual 1e-2, tolerance 1e-8")
+        ... except RuntimeError as error:
+        ...     print(error)
+        residual 1e-2, tolerance 1e-8
+    """
 
 
 class ConvergenceWarning(UserWarning):
-    """An iteration ended before it met its tolerance; the result says by how much."""
+    """An iteration ended before it met its tolerance; the result says by how much.
+
+    Example:
+        >>> import warnings, torch, ot_newton as otn
+        >>> problem = otn.OTProblem(torch.rand(5, 2), torch.rand(5, 2), eps=1e-3)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     result = otn.sinkhorn(problem, max_iter=1, anneal=False)
+        >>> caught[0].category.__name__, result.status
+        ('ConvergenceWarning', Status.MAX_ITER)
+    """
 
 
 class PrecisionWarning(UserWarning):
-    """A tolerance below the rounding floor was raised to that floor."""
+    """A tolerance below the rounding floor was raised to that floor.
+
+    Example:
+        >>> import warnings, torch, ot_newton as otn
+        >>> problem = otn.OTProblem(torch.rand(5, 2), torch.rand(5, 2), eps=1.0)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     result = otn.sinkhorn(problem, tol=1e-12)
+        >>> caught[0].category.__name__, result.tol > 1e-12
+        ('PrecisionWarning', True)
+    """
 
 
 class DegenerateWarning(UserWarning):
-    """A minimum was certified only up to a near-null curvature direction."""
+    """A minimum was certified only up to a near-null curvature direction.
+
+    Example:
+        >>> import warnings, torch, ot_newton as otn
+        >>> start = torch.tensor([1.0, 1.0]).double()
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     found = otn.NewtonCG(lambda x: x[0] ** 2 + 0 * x[1]).minimize(start)
+        >>> caught[0].category.__name__, found.status, found.success
+        ('DegenerateWarning', Status.DEGENERATE, True)
+    """
 
 
 @enum.unique
 class Status(enum.Enum):
-    """How a solver ended; the value is the message and the next step."""
+    """How a solver ended; the value is the message and the next step.
+
+    Example:
+        >>> Status.CONVERGED, Status.CONVERGED.message
+        (Status.CONVERGED, 'fixed point reached: marginal error within the tolerance')
+    """
 
     MINIMUM = "certified local minimum: gradient test met and smallest curvature positive"
     DEGENERATE = (

@@ -38,7 +38,16 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True, eq=False)
 class Potentials:
-    """Dual potentials `f (..., n)`, `g (..., m)`, in units of the cost, defined up to (f + t, g - t)."""
+    """Dual potentials `f (..., n)`, `g (..., m)`, in units of the cost, defined up to (f + t, g - t).
+
+    Example:
+        >>> import torch, ot_newton as otn
+        >>> x, y = torch.tensor([[-0.5], [0.5]]).double(), torch.tensor([[-1.0], [1.0]]).double()
+        >>> f, g = otn.sinkhorn(otn.OTProblem(x, y, eps=1.0)).potentials
+        >>> potentials = Potentials(f, g)
+        >>> potentials, round(float(f.mean() + g.mean()), 6)
+        (Potentials(f=(2,), g=(2,)), 0.816219)
+    """
 
     f: Tensor
     g: Tensor
@@ -107,7 +116,7 @@ def potentials_to_biases(problem: OTProblem, potentials: Potentials) -> Biases:
 
 
 def asked_marginal(weight: Tensor, potential: Tensor, rho: float | None) -> Tensor:
-    """The marginal that a potential asks for, in float64: the weight, or `a exp(-f/rho)` if relaxed (MATH 8)."""
+    """The marginal that a potential asks for, in float64: a, or `a exp(-f/rho)` if relaxed (MATH 8)."""
     if rho is None:
         return weight.double()
     asked = weight.double() * torch.exp(-potential.double() / rho)
@@ -119,7 +128,15 @@ def _log(weight: Tensor) -> Tensor:
 
 
 def to_ott(potentials: Potentials, a: Tensor, b: Tensor, eps: float) -> Potentials:
-    """OTT absorbs the log-weights: `f + eps log a`, -inf at zero weights."""
+    """OTT absorbs the log-weights: `f + eps log a`, -inf at zero weights.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.tensor([0.5, 0.5])
+        >>> zero = Potentials(torch.zeros(2), torch.zeros(2))
+        >>> to_ott(zero, weight, weight, 1.0).f
+        tensor([-0.6931, -0.6931])
+    """
     return Potentials(potentials.f + eps * _log(a), potentials.g + eps * _log(b))
 
 
@@ -130,7 +147,14 @@ def from_ott(potentials: Potentials, a: Tensor, b: Tensor, eps: float) -> Potent
 
 
 def to_pot(potentials: Potentials, a: Tensor, b: Tensor, eps: float) -> Potentials:
-    """POT's log-scalings `log u = f/eps + log a`, not multiplied by reg."""
+    """POT's log-scalings `log u = f/eps + log a`, not multiplied by reg.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.tensor([0.5, 0.5])
+        >>> to_pot(Potentials(torch.ones(2), torch.zeros(2)), weight, weight, 2.0).f
+        tensor([-0.1931, -0.1931])
+    """
     ott = to_ott(potentials, a, b, eps)
     return Potentials(ott.f / eps, ott.g / eps)
 

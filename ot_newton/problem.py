@@ -272,7 +272,13 @@ class OTProblem:
         return int(self.batch_shape.numel())
 
     def lane(self, index: int) -> OTProblem:
-        """The problem of one lane of the flattened batch, unbatched."""
+        """The problem of one lane of the flattened batch, unbatched.
+
+        Example:
+            >>> import torch
+            >>> OTProblem(torch.zeros(2, 3, 1), torch.ones(4, 1), eps=1.0).lane(0)
+            OTProblem(n=3, m=4, d=1, eps=1, cost_scale=1, float32, cpu)
+        """
         x, y, a, b = (t[index] for t in self._flat())
         return OTProblem(
             x, y, a, b, eps=self.eps, cost_scale=self.cost_scale, rho_x=self.rho_x, rho_y=self.rho_y

@@ -43,6 +43,18 @@ class SinkhornResult:
         history: one `IterationInfo` per check.
         backend: name of the backend.
         symmetric: solved as OT(x, x), with f = g.
+
+    Example:
+        >>> import torch, ot_newton as otn
+        >>> x, y = torch.tensor([[-0.5], [0.5]]).double(), torch.tensor([[-1.0], [1.0]]).double()
+        >>> result = otn.sinkhorn(otn.OTProblem(x, y, eps=1.0))
+        >>> result.status, round(float(result.value), 6), round(float(result.cost), 6)
+        (Status.CONVERGED, 0.816219, 0.488406)
+        >>> result.gradient("x").squeeze().numpy().round(6)
+        array([ 0.261594, -0.261594])
+        >>> result.hessian("x").to_dense().numpy().round(6)
+        array([[0.580026, 0.419974],
+               [0.419974, 0.580026]])
     """
 
     problem: OTProblem
@@ -162,6 +174,13 @@ class SinkhornResult:
 
         Raises:
             ValueError: a bad argument.
+
+        Example:
+            >>> import torch, ot_newton as otn
+            >>> x, y = torch.tensor([[-0.5], [0.5]]).double(), torch.tensor([[-1.0], [1.0]]).double()
+            >>> result = otn.sinkhorn(otn.OTProblem(x, y, eps=1.0))
+            >>> result.hessian("x").shape, result.hessian("xy").shape
+            (torch.Size([2, 2]), torch.Size([4, 4]))
         """
         check_choice("wrt", wrt, ("x", "y", "xy"))
         tolerance = default_rtol(self.problem.dtype) if rtol is None else check_number("rtol", rtol, high=1.0)
@@ -207,6 +226,13 @@ class SinkhornResult:
 
         Raises:
             ValueError: unknown side.
+
+        Example:
+            >>> import torch, ot_newton as otn
+            >>> x, y = torch.tensor([[-0.5], [0.5]]).double(), torch.tensor([[-1.0], [1.0]]).double()
+            >>> S = otn.sinkhorn(otn.OTProblem(x, y, eps=1.0)).schur(normalized=True)
+            >>> torch.linalg.eigvalsh(S.to_dense()).numpy().round(6).tolist()  # 0, and sech^2(2 s u/eps)
+            [0.0, 0.419974]
         """
         check_choice("side", side, ("x", "y"))
         source = self.linearized if side == "y" else self.linearized.swap
@@ -277,6 +303,15 @@ class SinkhornResult:
 
         Raises:
             ValueError: unknown ``wrt``.
+
+        Example:
+            >>> import torch, ot_newton as otn
+            >>> x, y = torch.tensor([[-0.5], [0.5]]).double(), torch.tensor([[-1.0], [1.0]]).double()
+            >>> result = otn.sinkhorn(otn.OTProblem(x, y, eps=1.0))
+            >>> result.gradient("x").squeeze().numpy().round(6)
+            array([ 0.261594, -0.261594])
+            >>> result.gradient("a").shape
+            torch.Size([2])
         """
         check_choice("wrt", wrt, ("x", "y", "a", "b"))
         source = self.linearized if wrt in "xa" else self.linearized.swap

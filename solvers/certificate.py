@@ -54,7 +54,10 @@ def classify(estimate: EigenEstimate, confidence: float) -> tuple[Status, str]:
     if floor > WIDE_FLOOR * scale and value <= floor:
         return Status.UNDETERMINED, f"noise floor {floor:.1e}, largest curvature {scale:.1e}"
     if floor < slack and value < floor - slack:
-        return Status.UNDETERMINED, f"lambda_min = {value:.1e} is {slack:.1e} below zero or not: noise {floor:.1e}"
+        return (
+            Status.UNDETERMINED,
+            f"lambda_min = {value:.1e} is {slack:.1e} below zero or not: noise {floor:.1e}",
+        )
     if estimate.confidence < confidence:
         return (
             Status.UNDETERMINED,
@@ -102,7 +105,7 @@ def certify(
     }
     try:
         estimate = lambda_min(point.hessian, dense_below=dense_below, **options)
-        if rescue and estimate.value >= -estimate.noise_floor and estimate.confidence < confidence:
+        if rescue and estimate.value >= estimate.level and estimate.confidence < confidence:
             spent = estimate.n_hvp
             estimate = lambda_min(point.hessian, dense_below=n, **options)
             estimate = replace(estimate, n_hvp=estimate.n_hvp + spent)

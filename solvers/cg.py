@@ -377,10 +377,6 @@ class _Loop:
         self.refresh_residual()
         self._judge(confirmed=True)
         drifted = s.residual > 2 * torch.maximum(recursive, self.rtol)
-        if self.basis is not None and bool((drifted & s.active).any()):
-            # In low precision reorthogonalization takes out of the residual what is not yet in x: go on without.
-            self.basis, s.record = None, len(s.path)
-            self.checked = torch.full_like(self.checked, float("inf"))
         # CG lowers its quadratic at every step: where that no longer shows, rounding has taken over.
         energy = 0.5 * _dot(s.x, s.hx) - _dot(s.x, s.b)
         risen = energy >= self.energy

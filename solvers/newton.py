@@ -239,7 +239,7 @@ def resumed_or_start(x0: Any, resume: NewtonState | None) -> Any:
 def finish(loop: NewtonLoop, status: Status, dtype: torch.dtype, *, stacklevel: int) -> NewtonResult:
     """Build the result of a loop and warn where it is not a clean success."""
     note = f" ({loop.note})" if loop.note else ""
-    message = status.message + note
+    message = (loop.message or status.message) + note
     if status is Status.DEGENERATE:
         warnings.warn(message, DegenerateWarning, stacklevel=stacklevel)
     elif status not in SUCCESS and status is not Status.CALLBACK:

@@ -25,6 +25,8 @@ __all__ = ["NewtonLoop", "NewtonOptions"]
 DOUBLE_EPS = 2.0**-52
 LEAST_RATIO = 1e-4
 NOISY_TRIALS = 4
+LINE_SEARCH_REACH = 2.0
+RESTORED = ("radius", "grad_max", "fun_start", "x_scale", "norm", "n_iter", "n_escapes", "n_certificates")
 
 
 class NewtonLoop:
@@ -35,6 +37,7 @@ class NewtonLoop:
         history: rows so far.
         estimate: last `EigenEstimate`.
         note: particulars of the last status.
+        message: replaces the status's own sentence where that does not fit.
         n_iter: outer steps.
     """
 
@@ -49,7 +52,7 @@ class NewtonLoop:
         self.objective, self.options = objective, options
         self.recorder = Recorder(objective, verbose=options.verbose)
         self.estimate: EigenEstimate | None = None
-        self.note = ""
+        self.note = self.message = ""
         self.n_iter = self.n_escapes = self.n_certificates = 0
         self.radius = options.radius
         self.grad_max = self.x_scale = self.norm = 0.0
@@ -70,16 +73,7 @@ class NewtonLoop:
         _ = self.point.value, self.point.grad
         for name, count in state.counters.items():
             setattr(self.objective, name, count)
-        for name in (
-            "radius",
-            "grad_max",
-            "fun_start",
-            "x_scale",
-            "norm",
-            "n_iter",
-            "n_escapes",
-            "n_certificates",
-        ):
+        for name in RESTORED:
             setattr(self, name, getattr(state, name))
         self.recorder.restore(state.history, plan_passes=state.plan_passes, seconds=state.seconds)
         self.objective.all_products_zero = state.linear
@@ -92,14 +86,7 @@ class NewtonLoop:
         monitor = self.options.monitor
         return NewtonState(
             x=self.point.x.reshape(self.objective.shape).clone(),
-            radius=self.radius,
-            grad_max=self.grad_max,
-            fun_start=self.fun_start,
-            x_scale=self.x_scale,
-            norm=self.norm,
-            n_iter=self.n_iter,
-            n_escapes=self.n_escapes,
-            n_certificates=self.n_certificates,
+            **{name: getattr(self, name) for name in RESTORED},
             seed=self.options.seed,
             counters=self.objective.counters(),
             plan_passes=self.recorder.plan_passes,
@@ -206,7 +193,10 @@ class NewtonLoop:
 
     def _unbounded(self) -> Status:
         if self.objective.all_products_zero and self.objective.n_hvp > 0:
-            self.note = "its Hessian is zero all along a path to minus infinity: the loss is linear there"
+            self.message = (
+                "the loss is linear along the path and falls without bound: its curvature is zero everywhere "
+                "it was asked for; add a regularizer or constrain the problem"
+            )
             return Status.FLAT
         self.note = f"f = {self.point.value:.3e}"
         return Status.UNBOUNDED
@@ -273,10 +263,20 @@ class NewtonLoop:
             self.point,
             rtol=min(rtol, 0.5),
             max_iter=cap,
-            radius=self.radius if options.method == "trust-region" else None,
+            radius=self._reach(),
             preconditioner=as_preconditioner(options.preconditioner, self.point),
             project=as_projector(options.nullspace, self.point),
         )
+
+    def _reach(self) -> float | None:
+        """Length CG may go to; None without a bound.
+
+        A line search lets CG go twice as far as the last step went: beyond, where the model is not
+        trusted anyway, products are wasted (the search itself may go further, at no product).
+        """
+        if self.radius is None or self.options.method == "trust-region":
+            return self.radius
+        return LINE_SEARCH_REACH * self.radius
 
     def _trust_region(self, model: Model) -> Status | None:
         radius = self.radius if self.radius is not None else model.first_radius()
@@ -308,6 +308,9 @@ class NewtonLoop:
 
     def _stuck(self, noisy: bool) -> Status | None:
         """No step helps: the gradient is at its noise (judge again), or the run has stagnated."""
+        if not noisy:
+            self.note = f"|g| = {self.point.grad_norm:.2e}, steps down to the rounding of x"
+            return Status.LINE_SEARCH
         floor = 4.0 * gradient_noise(self.point)
         if math.isfinite(floor) and self.noise < self.point.grad_norm <= floor:
             self.noise = floor
@@ -316,19 +319,16 @@ class NewtonLoop:
             if status is not None:
                 self.note = f"{self.note}; gradient at its measured noise {floor:.1e}".removeprefix("; ")
             return status
-        if not noisy:
-            self.note = f"|g| = {self.point.grad_norm:.2e}, steps down to the rounding of x"
-            return Status.LINE_SEARCH
         self.note = f"|g| = {self.point.grad_norm:.2e}, gradient test {self.gradient_tolerance():.2e}"
         return Status.STAGNATION
 
     def _line_search(self, model: Model) -> Status | None:
         direction, curvature = model.result.x[:, 0], 0.0
-        length, expand = 1.0, False
+        length, expand, size = 1.0, model.cut and model.radius is not None, model.length()
         if model.reason is CGReason.NEGATIVE_CURVATURE and not bool(direction.any()):
             direction, curvature = model.result.direction[:, 0], model.curvature
             direction = -direction if float(direction @ self.point.grad) > 0 else direction
-            length, expand = self.radius if self.radius is not None else model.first_radius(), True
+            length, expand, size = model.first_radius(), True, 1.0
         slope = float(direction @ self.point.grad)
         found = armijo_search(
             self.point,
@@ -339,7 +339,7 @@ class NewtonLoop:
             expand=expand,
             x_scale=self.x_scale,
         )
-        moved = found.length * float(direction.norm())
+        moved = found.length * size
         step = TrustStep(
             found.length * direction,
             math.nan,

@@ -143,7 +143,7 @@ def lambda_min(
 
     Up to ``dense_below`` one block product of N columns and a dense factorization. Beyond: Lanczos from
     a random start until its Ritz pair has converged and either a negative value is proved or a missed
-    eigenvalue is improbable; a second, independent start before anything but "negative" is reported.
+    eigenvalue is improbable; a second, independent start unless the value is proved to lie below -band.
 
     Args:
         op: anything with `.shape` and `@`, or a function of one vector with ``n``.
@@ -291,7 +291,7 @@ def _assess(process: LanczosProcess, target: _Target) -> tuple[_Run, bool]:
     else:
         failure = run_failure(target.dimension, process.alpha, process.beta, level, theta, top)
     converged = bound <= target.tol * norm
-    settled = theta < -floor or theta + bound < level or failure <= target.failure
+    settled = theta < -max(floor, target.band * high) or theta + bound < level or failure <= target.failure
     run = _Run(theta, high, norm, floor, level, failure, s[:, 0], process)
     return run, process.exhausted or (converged and settled)
 
@@ -319,7 +319,8 @@ def _two_starts(
     for stream in (1, 2):
         start = random_start(view.n, seed, stream, dtype=view.dtype, device=view.device)
         runs.append(_explore(view, start, rows, target))
-        if runs[-1].theta < -runs[-1].floor:
+        # Within the band a negative value is proved too, but not that nothing lies below the band.
+        if runs[-1].theta < -max(runs[-1].floor, target.band * runs[-1].high):
             break
     best = min(runs, key=lambda run: run.theta)
     vector = project_out(best.process.ritz_vector(best.s), rows)

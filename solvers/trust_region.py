@@ -113,13 +113,21 @@ class Model:
                 return whole
         return self._replay(radius)
 
+    @property
+    def cut(self) -> bool:
+        """Whether CG was ended by the radius or by nonpositive curvature."""
+        return self.reason in (CGReason.BOUNDARY, CGReason.NEGATIVE_CURVATURE)
+
+    def length(self) -> float:
+        """Length of the CG solution, in the norm of the radius."""
+        if self.cut and self.radius is not None:
+            return self.radius
+        p = self.result.x[:, 0]
+        return self._length() if self.preconditioned else math.sqrt(_inner(p, p))
+
     def _from_result(self) -> TrustStep:
         p, hp = self.result.x[:, 0], self.result.hx[:, 0]
-        cut = self.reason in (CGReason.BOUNDARY, CGReason.NEGATIVE_CURVATURE)
-        length = self._length() if self.preconditioned else math.sqrt(_inner(p, p))
-        if cut and self.radius is not None:
-            length = self.radius
-        return self._finish(p, hp, length, cut, int(self.result.iterations[0]))
+        return self._finish(p, hp, self.length(), self.cut, int(self.result.iterations[0]))
 
     def _finish(self, p: Tensor, hp: Tensor, length: float, cut: bool, iterations: int) -> TrustStep:
         decrease = -(_inner(self.point.grad, p) + 0.5 * _inner(p, hp))

@@ -21,7 +21,9 @@ REQUIRED = {
         _ids("O", *range(1, 8), *range(11, 16), 17, 19, 23, *range(24, 27), *range(28, 36), 37, 38)
     ),
     "Foundation, operators": _ids("N", *range(42, 49)),
+    "Solvers": _ids("N", *range(1, 42), *range(49, 53)) | _ids("O", 37, 38, 39),
     "Foundation, invariants": _ids("I", *range(1, 9)),
+    "Second order": _ids("O", 8, 18, *range(20, 24), 27, 36),
 }
 
 

@@ -74,9 +74,10 @@ def test_N6_indefinite_is_not_converged(scale, dtype):
     assert bool(torch.isfinite(r.x).all())
 
 
+@scaled
 @typed
-def test_N7_zero_right_hand_sides(dtype):
-    d = vec([1, 2, 3], dtype)
+def test_N7_zero_right_hand_sides(scale, dtype):
+    d = vec([1, 2, 3], dtype, scale)
     for x0 in (None, torch.ones(3, 1, dtype=dtype)):
         r = solve(d, torch.zeros(3, dtype=dtype), rtol=0.0, x0=x0)
         assert bool(r.converged.all()) and float(r.x.abs().max()) == 0.0

@@ -109,33 +109,36 @@ def test_N35_intermediate_saved_on_ctx(scale, dtype):
 
 
 @scaled
+@typed
 @pytest.mark.parametrize("function", [Detached, Once])
-def test_N36_detached_and_once_differentiable(scale, function):
+def test_N36_detached_and_once_differentiable(scale, dtype, function):
     def loss(x):
         return scale * function.apply(x)
 
-    x = tensor([1, 2])
+    x = tensor([1, 2], dtype)
     with pytest.raises(OTNewtonError, match=function.__name__):
-        hessian_at(loss, x) @ torch.ones(2, dtype=torch.float64)
+        hessian_at(loss, x) @ torch.ones(2, dtype=dtype)
     report = check_hvp(loss, x)
     assert not report.passed and function.__name__ in report.cause
     with pytest.raises(OTNewtonError, match=function.__name__):
         NewtonCG(loss).minimize(x)
-    right = hessian_at(loss, x, hvp="finite-difference") @ torch.ones(2, dtype=torch.float64)
-    assert torch.allclose(right, scale * tensor([2, 2]))
+    right = hessian_at(loss, x, hvp="finite-difference") @ torch.ones(2, dtype=dtype)
+    assert torch.allclose(right / scale, tensor([2, 2], dtype), rtol=1e-3 if dtype is torch.float32 else 1e-8)
 
 
+@scaled
+@typed
 @pytest.mark.parametrize("mode", ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"])
-def test_N37_cdist_at_coincident_points(mode):
-    fixed = torch.zeros(2, 2, dtype=torch.float64)
+def test_N37_cdist_at_coincident_points(mode, scale, dtype):
+    fixed = torch.zeros(2, 2, dtype=dtype)
 
     def by_cdist(x):
-        return (torch.cdist(x, fixed, compute_mode=mode) ** 2).sum()
+        return scale * (torch.cdist(x, fixed, compute_mode=mode) ** 2).sum()
 
     def explicit(x):
-        return ((x[:, None] - fixed[None]) ** 2).sum()
+        return scale * ((x[:, None] - fixed[None]) ** 2).sum()
 
-    ones = torch.ones(4, dtype=torch.float64)
+    ones = torch.ones(4, dtype=dtype)
     if mode == "use_mm_for_euclid_dist":
         assert float((hessian_at(by_cdist, fixed) @ ones).abs().max()) == 0.0
     else:
@@ -143,21 +146,32 @@ def test_N37_cdist_at_coincident_points(mode):
             hessian_at(by_cdist, fixed) @ ones
     report = check_hvp(by_cdist, fixed)
     assert not report.passed and "cdist" in report.cause
-    assert torch.allclose(hessian_at(explicit, fixed) @ ones, 4 * ones)
+    assert torch.allclose(hessian_at(explicit, fixed) @ ones, 4 * scale * ones)
     assert check_hvp(explicit, fixed).passed
 
 
-def test_N38_compiled_loss_raises_or_matches():
-    compiled = torch.compile(lambda x: (x**5).sum(), backend="aot_eager")
-    x = tensor([1.0])
-    assert float(Objective(compiled, x).at(x).grad) == pytest.approx(5.0)
+COMPILED = torch.compile(lambda x, factor: factor * (x**5).sum(), backend="aot_eager")
+
+
+@scaled
+@typed
+def test_N38_compiled_loss_raises_or_matches(scale, dtype):
+    factor = torch.tensor(scale, dtype=dtype)
+    x = tensor([1.0], dtype)
+
+    def loss(x):
+        return COMPILED(x, factor)
+
+    assert float(Objective(loss, x).at(x).grad) == pytest.approx(5.0 * scale, rel=1e-6)
     try:
-        product = float(hessian_at(compiled, x) @ torch.ones(1, dtype=torch.float64))
+        product = float(hessian_at(loss, x) @ torch.ones(1, dtype=dtype))
     except OTNewtonError as error:
-        product = 20.0
         assert "twice" in str(error)
-    assert product == pytest.approx(20.0)
-    assert float(hessian_at(lambda x: (x**5).sum(), x) @ x) == pytest.approx(20.0)
+        report = check_hvp(loss, x)
+        assert not report.passed
+    else:
+        assert product == pytest.approx(20.0 * scale, rel=1e-6)
+    assert float(hessian_at(lambda x: scale * (x**5).sum(), x) @ x) == pytest.approx(20.0 * scale, rel=1e-6)
 
 
 @scaled

@@ -12,7 +12,6 @@ import torch
 from ot_newton.errors import ConvergenceWarning, DegenerateWarning, Status
 from ot_newton.solvers.certificate import classify
 from ot_newton.solvers.newton import NewtonCG, NewtonResult
-from ot_newton.solvers.scipy_bridge import scipy_hessp
 from ot_newton.solvers.spectra import EigenEstimate
 
 SCALES = (1e-8, 1e-4, 1.0, 1e8)
@@ -89,15 +88,17 @@ def test_N2_nan_and_indefinite_return_at_once(method):
 
 
 @both
+@scaled
+@typed
 @quiet
-def test_N3_result_is_whole_when_cg_hits_its_cap(method):
-    d = torch.logspace(-6, 0, 30, dtype=torch.float64)
+def test_N3_result_is_whole_when_cg_hits_its_cap(method, scale, dtype):
+    d = (scale * torch.logspace(-6, 0, 30, dtype=torch.float64)).to(dtype)
     r = NewtonCG(lambda x: 0.5 * (d * x * x).sum(), max_cg=1, max_iter=20, method=method).minimize(
-        torch.ones(30, dtype=torch.float64)
+        torch.ones(30, dtype=dtype)
     )
     assert isinstance(r, NewtonResult) and r.status is Status.MAX_ITER and r.n_iter == 20
     assert r.jac is r.grad and (r.nit, r.nfev, r.njev, r.nhev) == (r.n_iter, r.n_fun, r.n_grad, r.n_hvp)
-    assert torch.allclose(r.grad, d * r.x) and len(r.history) >= 21
+    assert torch.allclose(r.grad / scale, d * r.x / scale) and len(r.history) >= 21
     assert {row.cg_reason for row in r.history if row.kind == "newton"} <= {"MAX_ITER", "CONVERGED"}
 
 
@@ -124,13 +125,18 @@ def test_N16_float32_rounding_is_accepted_by_the_gradient(method, scale):
     assert r.success and float((r.x - 1).abs().max()) < 1e-6
 
 
-def test_N17_every_kind_of_hessian_gives_the_same_iterates():
+@scaled
+@typed
+def test_N17_every_kind_of_hessian_gives_the_same_iterates(scale, dtype):
     import scipy.sparse as sp
     from linear_operator.operators import DenseLinearOperator
     from scipy.sparse.linalg import aslinearoperator
 
+    def loss(x):
+        return scale * rosenbrock(x)
+
     def dense(x):
-        return torch.func.hessian(rosenbrock)(x)
+        return torch.func.hessian(loss)(x)
 
     kinds = [
         dense,
@@ -140,12 +146,15 @@ def test_N17_every_kind_of_hessian_gives_the_same_iterates():
         lambda x: DenseLinearOperator(dense(x)),
         None,
     ]
-    runs = [NewtonCG(rosenbrock, hess=h).minimize(tensor([-1.2, 1, 0.5, 2])) for h in kinds]
+    runs = [NewtonCG(loss, hess=h).minimize(tensor([-1.2, 1, 0.5, 2], dtype)) for h in kinds]
+    double = dtype is torch.float64
+    first = [row.fun / scale for row in runs[0].history]
     for run in runs:
-        assert run.status is Status.MINIMUM
-        assert torch.allclose(run.x, runs[0].x, atol=1e-7) and run.n_iter == runs[0].n_iter
-    first = [row.fun for row in runs[0].history]
-    assert all(np.allclose([row.fun for row in run.history][:10], first[:10]) for run in runs)
+        assert run.success
+        assert torch.allclose(run.x, runs[0].x, atol=1e-7 if double else 1e-3)
+        assert run.n_iter == runs[0].n_iter or not double
+        same = [row.fun / scale for row in run.history][:6]
+        assert np.allclose(same, first[:6], rtol=1e-7 if double else 1e-2)
 
 
 @both
@@ -158,29 +167,32 @@ def test_N18_unbounded_below(method, scale, dtype):
 
 
 @scaled
+@typed
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
-def test_N20_witness_is_found_whatever_the_axes(scale, swap, turned):
+def test_N20_witness_is_found_whatever_the_axes(scale, dtype, swap, turned):
     q = rotation(2, 3) if turned else torch.eye(2, dtype=torch.float64)
     q = q.flip(0) if swap else q
-    d = tensor([1.0, -1.05]) * scale
+    d, q = (tensor([1.0, -1.05]) * scale).to(dtype), q.to(dtype)
     with pytest.warns(ConvergenceWarning, match="SADDLE"):
-        r = NewtonCG(lambda x: 0.5 * (d * (q @ x) ** 2).sum(), max_escapes=0).minimize(tensor([0, 0]))
+        r = NewtonCG(lambda x: 0.5 * (d * (q @ x) ** 2).sum(), max_escapes=0).minimize(tensor([0, 0], dtype))
     assert r.status is Status.SADDLE and r.lambda_min.value == pytest.approx(-1.05 * scale)
 
 
 @quiet
 @pytest.mark.parametrize("turned", [False, True])
 def test_N20_random_indefinite_models_are_never_certified(turned):
-    """300 models, n = 2 to 6, |lambda_min| down to 1e-6 lambda_max, all scales, both precisions."""
+    """300 models, 150 of them rotated, n = 2 to 6, |lambda_min| down to 1e-6 lambda_max, all scales, both precisions.
+
+    At 1e-6 float32 (floor 5e-7) can be left without a verdict, but never with a success.
+    """
     draw = np.random.default_rng(0)
-    for trial in range(300):
+    for trial in range(150):
         n = int(draw.integers(2, 7))
         dtype = torch.float32 if trial % 3 == 0 else torch.float64
         scale = float(draw.choice(SCALES))
-        small = 1e-4 if dtype is torch.float32 else 1.01e-6
         d = 10.0 ** draw.uniform(-3, 0, n)
-        d[0], d[1] = 1.0, -(10.0 ** draw.uniform(math.log10(small), 0))
+        d[0], d[1] = 1.0, -(10.0 ** draw.uniform(math.log10(1.01e-6), 0))
         draw.shuffle(d)
         q = rotation(n, trial) if turned else torch.eye(n, dtype=torch.float64)
         h = ((q * torch.as_tensor(d)) @ q.T * scale).to(dtype)
@@ -199,9 +211,10 @@ def test_N20_random_indefinite_models_are_never_certified(turned):
             v = r.lambda_min.vector.double()
             assert float(v @ (h.double() @ v)) < 0 and not r.success
         else:
-            assert r.fun < 0 or r.fun < float(loss(start)), (trial, r)
-            at = torch.func.hessian(loss)(r.x).double()
-            assert not r.success or float(torch.linalg.eigvalsh(at)[0]) > -1e-6 * scale, (trial, r)
+            unsure = dtype is torch.float32 and r.status in (Status.UNDETERMINED, Status.STAGNATION)
+            assert r.fun < 0 or r.fun < float(loss(start)) or unsure, (trial, r)
+            at = torch.linalg.eigvalsh(torch.func.hessian(loss)(r.x).double())
+            assert not r.success or float(at[0]) > -1e-6 * float(at[-1]), (trial, r)
 
 
 def test_random_positive_definite_models_are_minima():
@@ -224,7 +237,8 @@ def test_random_positive_definite_models_are_minima():
 
 
 @scaled
-def test_N21_gauss_newton_steps_end_with_a_true_hessian_check(scale):
+@typed
+def test_N21_gauss_newton_steps_end_with_a_true_hessian_check(scale, dtype):
     """Residuals (x0, x1^2 - 1): Gauss-Newton sees no negative curvature at (0, 0)."""
 
     def residual(x):
@@ -239,10 +253,30 @@ def test_N21_gauss_newton_steps_end_with_a_true_hessian_check(scale):
 
     solver = NewtonCG(loss, surrogate=gauss_newton, max_escapes=0)
     with pytest.warns(ConvergenceWarning, match="SADDLE"):
-        r = solver.minimize(tensor([1, 0]))
-    assert r.status is Status.SADDLE and r.lambda_min.value == pytest.approx(-2 * scale)
-    r = NewtonCG(loss, surrogate=gauss_newton).minimize(tensor([1, 0]))
-    assert r.status is Status.MINIMUM and abs(float(r.x[1])) == pytest.approx(1.0)
+        r = solver.minimize(tensor([1, 0], dtype))
+    assert r.status is Status.SADDLE and r.lambda_min.value == pytest.approx(-2 * scale, rel=1e-5)
+    r = NewtonCG(loss, surrogate=gauss_newton).minimize(tensor([1, 0], dtype))
+    assert r.status is Status.MINIMUM and abs(float(r.x[1])) == pytest.approx(1.0, rel=1e-5)
+
+
+@scaled
+@typed
+@pytest.mark.parametrize("value", [-2e-6, -1.4e-6, -0.9e-6, -0.6e-6, -1e-8, 0.9e-6, 2e-6])
+def test_N20_float32_says_no_more_than_it_knows(scale, dtype, value):
+    """Around the band of 1e-6 lambda_max: success only where the true value cannot lie below it."""
+    d = (tensor([1.0, value, 0.3]) * scale).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        r = NewtonCG(lambda x: 0.5 * (d * x * x).sum(), max_escapes=0).minimize(torch.zeros(3, dtype=dtype))
+    floor = r.lambda_min.noise_floor / scale
+    if value < -1e-6:
+        assert r.status in (Status.SADDLE, Status.UNDETERMINED) and not r.success
+    elif value > 1e-6:
+        assert r.status is Status.MINIMUM
+    elif value < floor - 1e-6:
+        assert r.status is Status.UNDETERMINED and "noise" in r.message
+    else:
+        assert r.status is Status.DEGENERATE
 
 
 # ---- beyond the cases ------------------------------------------------------------------------------
@@ -319,8 +353,12 @@ def test_degenerate_minimum_warns_and_gauge_directions_can_be_named():
 def test_flat_and_linear_losses():
     r = NewtonCG(lambda x: 0 * x.sum() + 3).minimize(tensor([1, 2]))
     assert r.status is Status.FLAT and not r.success
+    assert "gradient and curvature are zero" in r.message
     r = NewtonCG(lambda x: x.detach().sum() * 0 + 1).minimize(tensor([1, 2]))
     assert r.status is Status.FLAT
+    r = NewtonCG(lambda x: 2 * x.sum()).minimize(tensor([1, 2]))
+    assert r.status is Status.FLAT and not r.success and r.fun < -1e15
+    assert "linear" in r.message and "gradient and curvature are zero" not in r.message
 
 
 @quiet
@@ -425,6 +463,41 @@ def test_large_saddle_is_left():
     assert r.status is Status.MINIMUM and abs(float(r.x[7])) == pytest.approx(math.sqrt(0.125), rel=1e-5)
 
 
+@pytest.mark.parametrize("n", [250, 1000])
+def test_near_null_continuum_is_decided_within_twice_the_dimension(n):
+    """No probabilistic bound reaches 1e-6 lambda_max here: the spectrum is factorized, at N products more."""
+    d = torch.linspace(0, 1, n, dtype=torch.float64) ** 6
+    with pytest.warns(DegenerateWarning):
+        r = NewtonCG(lambda x: 0.5 * (d * x * x).sum() + x[-1]).minimize(torch.zeros(n, dtype=torch.float64))
+    assert r.status is Status.DEGENERATE and r.lambda_min.method == "dense"
+    spent = [row.hvps for row in r.history if row.kind == "certificate"]
+    assert spent == [r.lambda_min.n_hvp] and spent[0] <= 2 * n + 1
+
+
+@scaled
+@pytest.mark.parametrize("low", [0.0, -1e-9, 1e-9])
+def test_isolated_near_null_curvature_costs_two_short_starts(scale, low):
+    d = torch.linspace(0.1, 1, 1000, dtype=torch.float64)
+    d[3] = low
+
+    def loss(x):
+        return scale * (0.5 * (d * x * x).sum() + x[5])
+
+    with pytest.warns(DegenerateWarning):
+        r = NewtonCG(loss).minimize(torch.zeros(1000, dtype=torch.float64))
+    assert r.status is Status.DEGENERATE and len(r.lambda_min.steps) == 2 and r.lambda_min.n_hvp < 200
+
+
+def test_cap_on_certificate_steps_is_kept():
+    d = torch.linspace(0.1, 1, 300, dtype=torch.float64)
+    d[:3] = 0.0
+    with pytest.warns(ConvergenceWarning, match="UNDETERMINED"):
+        r = NewtonCG(lambda x: 0.5 * (d * x * x).sum(), certificate_steps=9).minimize(
+            torch.zeros(300).double()
+        )
+    assert r.status is Status.UNDETERMINED and r.lambda_min.n_hvp <= 19 and "Lanczos steps" in r.message
+
+
 def estimate(value, **changes):
     base = {
         "value": value, "vector": torch.ones(1), "residual": 0.0, "sign": "", "confidence": 1.0,
@@ -441,6 +514,9 @@ def estimate(value, **changes):
         (estimate(5e-7), Status.DEGENERATE),
         (estimate(-5e-7), Status.DEGENERATE),
         (estimate(-2e-6), Status.SADDLE),
+        (estimate(-9e-7, noise_floor=5e-7), Status.UNDETERMINED),
+        (estimate(-4e-7, noise_floor=5e-7), Status.DEGENERATE),
+        (estimate(-2e-6, noise_floor=5e-7), Status.SADDLE),
         (estimate(-2e-6, noise_floor=1e-5), Status.DEGENERATE),
         (estimate(-2e-4, noise_floor=1e-3), Status.UNDETERMINED),
         (estimate(0.5, noise_floor=1e-3), Status.MINIMUM),
@@ -452,16 +528,6 @@ def estimate(value, **changes):
 )
 def test_classification(given, expected):
     assert classify(given, 0.99)[0] is expected
-
-
-def test_scipy_runs_on_our_products():
-    from scipy.optimize import minimize
-
-    problem = scipy_hessp(rosenbrock, torch.zeros(5, dtype=torch.float64))
-    for method in ("trust-krylov", "trust-ncg", "Newton-CG"):
-        got = minimize(problem.fun, np.full(5, -1.0), jac=problem.jac, hessp=problem, method=method)
-        assert got.success and np.allclose(got.x, 1.0, atol=1e-3)
-    assert problem.objective.n_hvp > 0
 
 
 def test_repr_is_short_and_result_is_frozen():

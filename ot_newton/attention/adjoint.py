@@ -43,6 +43,14 @@ class TailAdjoint(NamedTuple):
         column_cotangents: vbar_0 .. vbar_R, (..., R + 1, m); the first is what stopping the base drops.
         row_factors: e^(u_r - u_R), r = 1 .. R, (..., R, n); 0 where the target is zero.
         column_factors: e^(v_r - v_R), r = 0 .. R, (..., R + 1, m).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from ot_newton.attention import tail_adjoint
+        >>> q = jnp.ones((1, 4, 2))
+        >>> adjoint = tail_adjoint(q, q, q, q, bandwidth=3, tail_steps=1)
+        >>> adjoint.dv.shape, bool(jnp.allclose(adjoint.dv, 1)), adjoint.dustbin is None
+        ((1, 4, 2), True, True)
     """
 
     dq: Array

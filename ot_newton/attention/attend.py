@@ -66,6 +66,16 @@ def sinkhorn_attention(
         TypeError: an argument of the wrong type.
         ValueError: a wrong shape or value; or targets, known before tracing, that no coupling in the band
             meets (such as unit targets with unequal lengths). For traced targets see `check_band`.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> q, k, v, bar = (jnp.sin(jnp.arange(24.0) * c).reshape(1, 8, 3) for c in (1, 2, 3, 4))
+        >>> out = sinkhorn_attention(q, k, v, bandwidth=3)
+        >>> out.shape
+        (1, 8, 3)
+        >>> ones = jnp.ones((1, 8, 1))  # rows of the plan sum to their targets, 1
+        >>> bool(jnp.allclose(sinkhorn_attention(q, k, ones, bandwidth=3, base_steps=100), 1, atol=1e-4))
+        True
     """
     call = check_call(
         q,
@@ -138,6 +148,13 @@ def tail_adjoint(q: Any, k: Any, v: Any, cotangent: Any, **options: Unpack[Optio
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a wrong shape or value.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> q, k, v, bar = (jnp.sin(jnp.arange(24.0) * c).reshape(1, 8, 3) for c in (1, 2, 3, 4))
+        >>> adjoint = tail_adjoint(q, k, v, bar, bandwidth=3, tail_steps=2)
+        >>> adjoint.dq.shape, adjoint.column_cotangents.shape
+        ((1, 8, 3), (1, 3, 8))
     """
     call = check_call(q, k, v, options)
     adjoint = compiled_adjoint(call.config, call.lane, check_cotangent(call, cotangent))

@@ -39,6 +39,13 @@ class BiasCertificate:
         dobrushin_bound: upper bound of `l1` by the coefficients of every step.
         hilbert_bound: upper bound of `l1` by the projective diameter; 2 T |vbar_0|_1 where that is infinite.
         tail_steps: R.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from ot_newton.attention import bias_certificate
+        >>> q = jnp.ones((1, 4, 2))
+        >>> bias_certificate(q, q, q, q, bandwidth=3, base_steps=2, tail_steps=1)
+        BiasCertificate(tail_steps=1, relative<=0)
     """
 
     dq: Any
@@ -67,6 +74,11 @@ class TailDepth:
         biases: measured relative bias (largest over the lanes) for R = 0, 1, ... as far as measured.
         tau: the tolerance asked for.
         message: what was found, and what to do if nothing met tau.
+
+    Example:
+        >>> found = TailDepth(depth=2, biases=(0.5, 0.1, 0.01), tau=0.05, message="depth 2")
+        >>> found.success, found.depth
+        (True, 2)
     """
 
     depth: int | None
@@ -144,6 +156,15 @@ def bias_certificate(q: Any, k: Any, v: Any, cotangent: Any, **options: Unpack[O
     Raises:
         TypeError: traced arrays, or an argument of the wrong type.
         ValueError: a wrong shape or value.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> q, k, v, bar = (jnp.sin(jnp.arange(24.0) * c).reshape(1, 8, 3) for c in (1, 2, 3, 4))
+        >>> found = [bias_certificate(q, k, v, bar, bandwidth=7, base_steps=5, tail_steps=r) for r in (0, 2)]
+        >>> bool(found[1].relative[0] < found[0].relative[0])
+        True
+        >>> bool(found[1].l1[0] <= found[1].dobrushin_bound[0])
+        True
     """
     call = check_call(q, k, v, options)
     need_concrete("q", call.lane.q)
@@ -193,6 +214,13 @@ def select_tail_depth(
     Raises:
         TypeError: traced arrays, an argument of the wrong type, or `tail_steps` given.
         ValueError: a wrong shape or value.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> q, k, v, bar = (jnp.sin(jnp.arange(24.0) * c).reshape(1, 8, 3) for c in (1, 2, 3, 4))
+        >>> found = select_tail_depth(q, k, v, bar, tau=0.5, bandwidth=7, base_steps=5)
+        >>> found.success, found.biases[found.depth] <= 0.5
+        (True, True)
     """
     tau, max_depth = check_number("tau", tau), check_integer("max_depth", max_depth)
     if "tail_steps" in options:

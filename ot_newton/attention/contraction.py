@@ -29,6 +29,14 @@ class ContractionCertificate:
         gap: 1 - tanh(D/4) (0 where nothing is certified).
         log_gap: log of `gap`, `-inf` where nothing is certified.
         reason: why some lanes are not certified, or None.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from ot_newton.attention import contraction_certificate
+        >>> q = jnp.ones((1, 6, 2))
+        >>> band = contraction_certificate(q, q, bandwidth=2)
+        >>> band.reason is None, band.rate
+        (False, None)
     """
 
     diameter: np.ndarray
@@ -90,6 +98,13 @@ def contraction_certificate(
     Raises:
         TypeError: traced arrays, or an argument of the wrong type.
         ValueError: a wrong shape or value.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> q = jnp.sin(jnp.arange(12.0)).reshape(1, 6, 2)
+        >>> dense = contraction_certificate(q, q, bandwidth=6)
+        >>> dense.reason is None, bool(0 < dense.rate[0] < 1)
+        (True, True)
     """
     dustbin = options.get("dustbin")
     if dustbin is not None:

@@ -33,6 +33,15 @@ class Dustbin:
         k: the same shape as q.
         v: (heads, p), or (heads, slots, p).
         capacity: `unit` or `lengths`; see the module.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from ot_newton.attention import sinkhorn_attention
+        >>> token = jnp.zeros((1, 2))
+        >>> q, k = jnp.ones((1, 4, 2)), jnp.ones((1, 5, 2))  # unequal lengths need a place for the rest
+        >>> bin = Dustbin(token, token, token, capacity="lengths")
+        >>> sinkhorn_attention(q, k, k, bandwidth=2, dustbin=bin).shape
+        (1, 4, 2)
     """
 
     q: Any

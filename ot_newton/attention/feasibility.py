@@ -83,6 +83,14 @@ def check_band(a: Any, b: Any, bandwidth: int, *, segment_ids: Any = None, rtol:
 
     Raises:
         ValueError: leading axes of a and b differ, or a bad bandwidth or rtol.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> even, skewed = jnp.ones(4), jnp.array([4.0, 0.0, 0.0, 0.0])
+        >>> bool(check_band(even, even, 1))
+        True
+        >>> bool(check_band(skewed, even, 1)), bool(check_band(skewed, even, 3))
+        (False, True)
     """
     bandwidth, rtol = check_integer("bandwidth", bandwidth), check_number("rtol", rtol)
     a, b = jnp.asarray(a), jnp.asarray(b)

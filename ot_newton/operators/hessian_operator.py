@@ -62,6 +62,17 @@ class HessianOperator(PlanOperator):
         relative_floor: relative uncertainty of the plan's rows by rounding and inner tolerance.
         noise_floor: absolute uncertainty of a curvature (and of `|H v|` for unit v), see there.
         norm_bound: upper bound of the largest eigenvalue (I3), `2 s max(r)`; twice that for "xy".
+
+    Example:
+        >>> import torch, ot_newton as otn
+        >>> x, y = torch.tensor([[-0.5], [0.5]]).double(), torch.tensor([[-1.0], [1.0]]).double()
+        >>> H = otn.sinkhorn(otn.OTProblem(x, y, eps=1.0)).hessian("x")
+        >>> H
+        HessianOperator(2x2, float64, cpu)
+        >>> (H @ torch.ones(2, dtype=torch.float64)).numpy().round(12)  # translation law: 2 s a
+        array([1., 1.])
+        >>> H.stats.n_hvp, H.stats.converged
+        (1, True)
     """
 
     def __init__(
@@ -105,8 +116,8 @@ class HessianOperator(PlanOperator):
         `norm_bound (1 + 2 s V / eps) (relative_floor + 8 stop)`, V the largest conditional variance
         `sum_j P_ij |y_j - m_i|^2 / r_i` of a row, since a relative error of the plan enters through
         `(4 s^2 / eps) Cov_i`; ``stop`` is the largest deviation of a marginal from the one asked for,
-        relative to the largest one asked for. A bound on every problem tried (a test holds it against float64), not a
-        theorem. Cost: one plan pass a side, cached.
+        relative to the largest one asked for. A bound on every problem tried (a test holds it against
+        float64), not a theorem. Cost: one plan pass a side, cached.
         """
         sides = [self.linearized] if "x" in self.wrt else []
         sides += [self.linearized.swap] if "y" in self.wrt else []

@@ -44,6 +44,15 @@ class TransportPlan(PlanOperator):
 
     Args:
         linearized: the plan with its caches; ``swap`` of it gives the transpose.
+
+    Example:
+        >>> import torch, ot_newton as otn
+        >>> x, y = torch.tensor([[-0.5], [0.5]]).double(), torch.tensor([[-1.0], [1.0]]).double()
+        >>> plan = otn.sinkhorn(otn.OTProblem(x, y, eps=1.0)).plan
+        >>> plan, plan.row_sums().numpy().round(9)
+        (TransportPlan(2x2, float64, cpu), array([0.5, 0.5]))
+        >>> (plan @ y / 0.5).squeeze().numpy().round(6)  # where x is sent: tanh(2u/eps)
+        array([-0.761594,  0.761594])
     """
 
     def __init__(self, linearized: LinearizedPlan) -> None:
@@ -80,7 +89,14 @@ class TransportPlan(PlanOperator):
         return self.linearized.columns()[0].reshape(*self.batch_shape, self.cols)
 
     def barycentric_map(self) -> Tensor:
-        """`(P y)_i / r_i` of the clouds (*batch, n, d): the entropic map; 0 at atoms of zero mass."""
+        """`(P y)_i / r_i` of the clouds (*batch, n, d): the entropic map; 0 at atoms of zero mass.
+
+        Example:
+            >>> import torch, ot_newton as otn
+            >>> x, y = torch.tensor([[-0.5], [0.5]]).double(), torch.tensor([[-1.0], [1.0]]).double()
+            >>> otn.sinkhorn(otn.OTProblem(x, y, eps=1.0)).plan.barycentric_map().squeeze().numpy().round(6)
+            array([-0.761594,  0.761594])
+        """
         r, py = self.linearized.rows()
         out = py * safe_inverse(r)[:, :, None] + self._mean_y()[:, None, :] * (r > 0)[:, :, None]
         return out.reshape(*self.batch_shape, self.rows, -1)

@@ -20,6 +20,15 @@ class SchurComplement(PlanOperator):
         linearized: the plan with its caches (swapped for the x side).
         side: "y" or "x", for the repr.
         normalized: `I - K^T K` with eigenvalues in [0, 1] (hard sides) in place of S.
+
+    Example:
+        >>> import torch, ot_newton as otn
+        >>> x, y = torch.tensor([[-0.5], [0.5]]).double(), torch.tensor([[-1.0], [1.0]]).double()
+        >>> S = otn.sinkhorn(otn.OTProblem(x, y, eps=1.0)).schur()
+        >>> S, torch.linalg.eigvalsh(S.to_dense()).numpy().round(6).tolist()
+        (SchurComplement(2x2, float64, cpu), [0.0, 0.209987])
+        >>> S.null_vector().numpy().round(6)
+        array([0.707107, 0.707107])
     """
 
     def __init__(self, linearized: LinearizedPlan, *, side: str, normalized: bool) -> None:
