@@ -19,6 +19,7 @@ from ot_newton.solvers.cg import CGReason, CGResult, conjugate_gradient
 __all__ = ["SchurSolve", "SchurSystem", "SelfSystem", "safe_inverse"]
 
 DEFAULT_MAX_CG = 2000
+CG_NOISE = 1.0 / 32.0
 DIRECT_CUTOFF = 32.0
 CHOLESKY_MARGIN = 1e4
 
@@ -28,16 +29,15 @@ def safe_inverse(v: Tensor) -> Tensor:
     return torch.where(v > 0, 1.0 / torch.where(v > 0, v, torch.ones_like(v)), torch.zeros_like(v))
 
 
-def _above_noise(b: Tensor, scale: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
+def _above_noise(b: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Right-hand sides below rounding of the terms they were made of count as zero (MATH 5).
 
     Args:
         b: (B,N,K).
         scale: (B,N,K) sums of the absolute values of the terms.
-        rtol: tolerance asked for.
 
     Returns:
-        The right-hand sides, and (B,1,K) tolerances no tighter than their rounding.
+        The right-hand sides, and (B,1,K) their rounding relative to them, 0 where they are zero.
     """
     noise = 8 * torch.finfo(b.dtype).eps * scale.square().sum(1, keepdim=True).sqrt()
     size = b.square().sum(1, keepdim=True).sqrt()
@@ -45,7 +45,7 @@ def _above_noise(b: Tensor, scale: Tensor, rtol: float) -> tuple[Tensor, Tensor]
     relative = torch.where(
         real, noise / torch.where(real, size, torch.ones_like(size)), torch.zeros_like(size)
     )
-    return torch.where(real, b, torch.zeros_like(b)), relative.clamp_min(rtol)
+    return torch.where(real, b, torch.zeros_like(b)), relative
 
 
 def _report(w: Tensor, result: CGResult) -> SchurSolve:
@@ -135,10 +135,12 @@ class SchurSystem:
         Returns:
             The block. Cost: 2 passes per CG step; a direct solve costs none once factorized.
         """
-        b, relative = _above_noise(self.project(self.half_inverse * rhs), self.half_inverse * scale, rtol)
+        b, relative = _above_noise(self.project(self.half_inverse * rhs), self.half_inverse * scale)
         if self.direct:
-            return self._solve_direct(b, relative)
-        z, result = self._solve_cg(b, relative, DEFAULT_MAX_CG if max_cg is None else max_cg)
+            return self._solve_direct(b, relative.clamp_min(rtol))
+        z, result = self._solve_cg(
+            b, (CG_NOISE * relative).clamp_min(rtol), DEFAULT_MAX_CG if max_cg is None else max_cg
+        )
         return _report(self.half_inverse * z, result)
 
     def _solve_cg(self, b: Tensor, rtol: Tensor, max_cg: int) -> tuple[Tensor, CGResult]:
@@ -230,11 +232,11 @@ class SelfSystem:
 
     def solve(self, rhs: Tensor, scale: Tensor, rtol: float, max_cg: int | None = None) -> SchurSolve:
         """Solution of `(D_r k + P) W = rhs` (B,n,K); arguments as `SchurSystem.solve`, one pass per step."""
-        b, relative = _above_noise(self.half_inverse * rhs, self.half_inverse * scale, rtol)
+        b, relative = _above_noise(self.half_inverse * rhs, self.half_inverse * scale)
         result = conjugate_gradient(
             self.normalized_matmat,
             b,
-            rtol=relative,
+            rtol=(CG_NOISE * relative).clamp_min(rtol),
             max_iter=DEFAULT_MAX_CG if max_cg is None else max_cg,
             norm_estimate=1.0,
         )

@@ -56,7 +56,7 @@ def classify(estimate: EigenEstimate, confidence: float) -> tuple[Status, str]:
     if floor < slack and value < floor - slack:
         return (
             Status.UNDETERMINED,
-            f"lambda_min = {value:.1e} is {slack:.1e} below zero or not: noise {floor:.1e}",
+            f"lambda_min = {value:.1e}, band {slack:.1e}, noise floor {floor:.1e}",
         )
     if estimate.confidence < confidence:
         return (

@@ -119,8 +119,8 @@ class NewtonCG:
         max_passes: budget of plan passes, for losses that count them.
         max_escapes: steps out of saddles before the run ends with SADDLE.
         confidence: of the certificate.
-        certificate_steps: cap on Lanczos steps of each start of a certificate; None for the rule of `certify`,
-            at most 2N + 1 products in all.
+        certificate_steps: cap on Lanczos steps of each start of a certificate; None for the rule of
+            `certify`, at most 2N + 1 products in all.
         monitor: a `LanczosMonitor`, called after every accepted step.
         seed: of certificates; the global generator is never touched.
         verbose: print a table row per step.

@@ -278,15 +278,20 @@ class NewtonLoop:
             return self.radius
         return LINE_SEARCH_REACH * self.radius
 
+    def _travelled(self, model: Model) -> float:
+        """Size of x whose rounding bounds steps from below: that of the whole run, or of the point alone
+        for a full Newton step, which may still correct the rounding of a long step before it.
+        """
+        return float(self.point.x.norm()) if model.reason is CGReason.CONVERGED else self.x_scale
+
     def _trust_region(self, model: Model) -> Status | None:
         radius = self.radius if self.radius is not None else model.first_radius()
         noisy_trials, largest = 0, math.inf
         while True:
             step = model.step(radius)
             trial = self.point.moved(self.point.x + step.p)
-            if step.length <= torch.finfo(trial.x.dtype).eps * self.x_scale or torch.equal(
-                trial.x, self.point.x
-            ):
+            least = torch.finfo(trial.x.dtype).eps * self._travelled(model)
+            if step.length <= least or torch.equal(trial.x, self.point.x):
                 return self._stuck(noisy_trials > 0 or step.reason is CGReason.CONVERGED)
             verdict = compare(self.point, trial, step.decrease, LEAST_RATIO)
             before = radius
@@ -337,7 +342,7 @@ class NewtonLoop:
             curvature=curvature,
             length=length,
             expand=expand,
-            x_scale=self.x_scale,
+            x_scale=self._travelled(model),
         )
         moved = found.length * size
         step = TrustStep(

@@ -80,7 +80,8 @@ def decide(report: CurvatureReport, state: EscapeState) -> Decision:
     status, except at a saddle, which is left; back to first-order when CG meets negative curvature.
 
     Example:
-        >>> report = CurvatureReport(step=10, lambda_min=0.1, lambda_max=1.0, sign="nonnegative", confidence=1.0)
+        >>> found = {"lambda_min": 0.1, "lambda_max": 1.0, "sign": "nonnegative", "confidence": 1.0}
+        >>> report = CurvatureReport(step=10, **found)
         >>> decide(report, EscapeState(phase="first-order")).action
         'newton'
     """

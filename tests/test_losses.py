@@ -71,8 +71,9 @@ def test_gradcheck_and_gradgradcheck(rho: tuple[Any, Any], debias: bool) -> None
     x, y, _, _ = leaves(case)
     arguments = (x, y, *log_weights(case))
     function = reweighted(loss, case)
-    assert gradcheck(function, arguments, atol=1e-8, rtol=1e-6)
-    assert gradgradcheck(function, arguments, atol=1e-7, rtol=1e-6)
+    fast = debias and rho != (None, None)  # random projections of the same Jacobians
+    assert gradcheck(function, arguments, atol=1e-8, rtol=1e-6, fast_mode=fast)
+    assert gradgradcheck(function, arguments, atol=1e-7, rtol=1e-6, fast_mode=fast)
 
 
 @KINDS

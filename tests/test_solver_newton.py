@@ -491,11 +491,19 @@ def test_isolated_near_null_curvature_costs_two_short_starts(scale, low):
 def test_cap_on_certificate_steps_is_kept():
     d = torch.linspace(0.1, 1, 300, dtype=torch.float64)
     d[:3] = 0.0
+    solver = NewtonCG(lambda x: 0.5 * (d * x * x).sum(), certificate_steps=9)
     with pytest.warns(ConvergenceWarning, match="UNDETERMINED"):
-        r = NewtonCG(lambda x: 0.5 * (d * x * x).sum(), certificate_steps=9).minimize(
-            torch.zeros(300).double()
-        )
+        r = solver.minimize(torch.zeros(300, dtype=torch.float64))
     assert r.status is Status.UNDETERMINED and r.lambda_min.n_hvp <= 19 and "Lanczos steps" in r.message
+
+
+@both
+@scaled
+@typed
+def test_rounding_of_a_long_step_is_corrected(method, scale, dtype):
+    """float32: one step from -1 lands at rounding from 0, a second one at 0."""
+    r = NewtonCG(lambda x: scale * (x**2).sum(), method=method).minimize(torch.full((8,), -1.0, dtype=dtype))
+    assert r.status is Status.MINIMUM and float(r.x.norm()) < 1e-7
 
 
 def estimate(value, **changes):

@@ -28,7 +28,7 @@ def test_scipy_runs_on_our_products(method, like):
     problem = scipy_hessp(rosenbrock, like)
     got = minimize(problem.fun, np.full(4, -1.0), jac=problem.jac, hessp=problem, method=method)
     assert got.success and np.allclose(got.x, 1.0, atol=1e-3)
-    assert 0 < problem.objective.n_hvp and problem.objective.n_grad <= problem.objective.n_fun
+    assert problem.objective.n_hvp > 0 and problem.objective.n_grad <= problem.objective.n_fun
     # scipy's own count is one too many or none at all, by method: ours is the true one (N51).
     if method == "trust-krylov":
         assert 0 <= got.nhev - problem.objective.n_hvp <= 1
@@ -46,14 +46,8 @@ def test_scipy_minimizes_the_sinkhorn_loss(method, debias):
     x, y = clouds()
     oracle = SinkhornLoss(eps=1.0, debias=debias)
     problem = scipy_hessp(lambda z: oracle(z, y), x)
-    got = minimize(
-        problem.fun,
-        x.reshape(-1).numpy(),
-        jac=problem.jac,
-        hessp=problem,
-        method=method,
-        options={"maxiter": 25},
-    )
+    options = {"jac": problem.jac, "hessp": problem, "method": method, "options": {"maxiter": 25}}
+    got = minimize(problem.fun, x.reshape(-1).numpy(), **options)
     assert np.linalg.norm(got.jac) < 1e-2 and problem.objective.n_hvp > 0
     assert got.fun < problem.fun(x.reshape(-1).numpy())
     moved = torch.from_numpy(got.x).reshape(x.shape)
@@ -73,9 +67,8 @@ def test_products_of_the_sinkhorn_loss_are_its_hessian(dtype):
     at = x.reshape(-1).double().numpy()
     h = np.stack([problem(at, e) for e in np.eye(8)], axis=1)
     double = dtype is torch.float64
-    assert h.dtype == np.float64 and np.allclose(
-        h, h.T, rtol=0, atol=(1e-8 if double else 1e-3) * np.abs(h).max()
-    )
+    size = np.abs(h).max()
+    assert h.dtype == np.float64 and np.allclose(h, h.T, rtol=0, atol=(1e-8 if double else 1e-3) * size)
     # Translation, exact at any stop: H (1 x u) = 2 a_i u, with a = 1/4.
     for axis in np.eye(2):
         assert np.allclose(h @ np.tile(axis, 4), np.tile(0.5 * axis, 4), atol=1e-8 if double else 1e-4)

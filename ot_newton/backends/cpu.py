@@ -1,7 +1,7 @@
 """The `cpu` backend: vectorized numba kernels over packed operands (the kernels: `cpu_kernels`).
 
 One half-iteration reads each pair once and keeps it in vector registers (d <= 4) or in a 4 x 512 strip in
-L1 cache, filled by rank-8 updates at the speed of a BLAS product; so no BLAS library and none of its
+L1 cache, filled in register tiles at the speed of a BLAS product; so no BLAS library and none of its
 threads are involved. Nothing of size (n, m) is stored. Results do not depend on the number of threads
 (`torch.get_num_threads()`) nor on the other lanes of a batch, to the last bit. With one thread nothing
 parallel is launched, which keeps the backend safe in forked processes.

@@ -1,7 +1,7 @@
 """Numba primitives of the `cpu` backend: four rows against one block of columns, in L1 cache.
 
-A strip is a (4, BLOCK) piece of the kernel matrix. It is filled with exponents by rank-4 and rank-8
-updates in registers, turned into `2^x` in place, and reduced against columns; a row of operands is read once
+A strip is a (4, BLOCK) piece of the kernel matrix. It is filled with exponents tile by tile in registers
+(`cpu_micro`), turned into `2^x` in place, and reduced against columns; a row of operands is read once
 for four rows of output. For d <= 4 the three steps are one loop and no strip is stored. The loops run
 over whole groups of `GROUP` columns (operands are padded), so that no scalar remainder is left.
 
@@ -23,6 +23,8 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import extending, types
+
+from ot_newton.backends.cpu_micro import NARROW_BYTES, TILE_BYTES, update_narrow, update_wide
 
 __all__ = [
     "BLOCK",
@@ -179,33 +181,16 @@ def _chain(x: Any, a: Any, k: Any) -> Any:
 
 @njit(**EXACT)
 def add_products(strip: Any, rows: Any, cols: Any, groups: int) -> None:
-    """`strip += rows @ cols`, the inner size a multiple of 4; near the speed of a BLAS product."""
+    """`strip += rows @ cols`, one register tile after another (`cpu_micro`)."""
     _widest_vectors()
-    t0, t1, t2, t3 = strip[0], strip[1], strip[2], strip[3]
-    r0, r1, r2, r3 = rows[0], rows[1], rows[2], rows[3]
-    inner = rows.shape[1]
-    for c in range(0, inner - 7, 8):
-        a0, a1, a2, a3 = _four(r0, c), _four(r1, c), _four(r2, c), _four(r3, c)
-        b0, b1, b2, b3 = _four(r0, c + 4), _four(r1, c + 4), _four(r2, c + 4), _four(r3, c + 4)
-        k0, k1, k2, k3 = cols[c], cols[c + 1], cols[c + 2], cols[c + 3]
-        k4, k5, k6, k7 = cols[c + 4], cols[c + 5], cols[c + 6], cols[c + 7]
-        for j in range(groups * GROUP):
-            k = (k0[j], k1[j], k2[j], k3[j])
-            h = (k4[j], k5[j], k6[j], k7[j])
-            t0[j] = _chain(_chain(t0[j], a0, k), b0, h)
-            t1[j] = _chain(_chain(t1[j], a1, k), b1, h)
-            t2[j] = _chain(_chain(t2[j], a2, k), b2, h)
-            t3[j] = _chain(_chain(t3[j], a3, k), b3, h)
-    if inner % 8 != 0:
-        c = inner - 4
-        a0, a1, a2, a3 = _four(r0, c), _four(r1, c), _four(r2, c), _four(r3, c)
-        k0, k1, k2, k3 = cols[c], cols[c + 1], cols[c + 2], cols[c + 3]
-        for j in range(groups * GROUP):
-            k = (k0[j], k1[j], k2[j], k3[j])
-            t0[j] = _chain(t0[j], a0, k)
-            t1[j] = _chain(t1[j], a1, k)
-            t2[j] = _chain(t2[j], a2, k)
-            t3[j] = _chain(t3[j], a3, k)
+    inner, size = rows.shape[1], strip.itemsize
+    wide, narrow = TILE_BYTES // size, NARROW_BYTES // size
+    columns = groups * GROUP
+    done = columns // wide * wide
+    for at in range(0, done, wide):
+        update_wide(strip, rows, cols, inner, at)
+    for at in range(done, columns, narrow):
+        update_narrow(strip, rows, cols, inner, at)
 
 
 @njit(**EXACT)
