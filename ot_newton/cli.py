@@ -235,10 +235,10 @@ def kernels() -> None:
 
 
 @kernels.command("build")
-@click.option("--arch", "first", type=int, help="Compute capabilities: --arch 80 90 100 (the default).")
+@click.option("--arch", "first", type=int, help="Compute capability; several: --arch 80 90 100, the default.")
 @click.argument("more", nargs=-1, type=int)
 def build(first: int | None, more: tuple[int, ...]) -> None:
-    """Compile every kernel and configuration; one row each: registers, shared memory, spills, instructions."""
+    """Compile every kernel; a row each: registers, shared memory, spills, instructions."""
     with _one_error():
         from ot_newton.backends.triton_kernels.aot import kernels_command
 

@@ -78,6 +78,8 @@ class LinearizedPlan:
         symmetric: x = y and f = g, so that `swap` is this object itself.
 
     Attributes:
+        deflation: space of the Schur solve's slow modes; set to None before the first product for none.
+        preconditioner: of the Schur solve's CG, for its normalized system; set before the first product.
         centre_weights: remove the mean of derivatives in the weights (hard sides: the simplex's tangent).
         source: name of the backend and biases the plan was made of, where it may have to be made again.
     """
@@ -100,6 +102,7 @@ class LinearizedPlan:
         rho = (problem.rho_y, problem.rho_x) if swapped else (problem.rho_x, problem.rho_y)
         self.relax = tuple(1.0 if p is None else 1.0 + problem.eps / p for p in rho)
         self.deflation: Deflation | None = None if direct else Deflation()
+        self.preconditioner: Callable[[Tensor], Tensor] | None = None
         self.source: tuple[str, Biases] | None = None
         self.swapped = swapped
         self.centre_weights = problem.balanced
@@ -147,6 +150,7 @@ class LinearizedPlan:
                 balanced=self.balanced,
                 direct=self.direct,
                 deflation=self.deflation,
+                preconditioner=self.preconditioner,
             )
         return self._system
 

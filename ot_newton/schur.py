@@ -88,6 +88,7 @@ class SchurSystem:
         balanced: both sides hard; the null vector is projected out.
         direct: assemble and factorize (dense plans), else CG.
         deflation: space of slow modes to remove and to feed, None for plain CG.
+        preconditioner: block product with a positive definite approximation of the inverse of `S^`, for CG.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class SchurSystem:
         balanced: bool,
         direct: bool,
         deflation: Deflation | None = None,
+        preconditioner: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.plan, self.balanced, self.direct, self.deflation = plan, balanced, direct, deflation
+        self.preconditioner = preconditioner
         self.diag = c * relax[1]
         self.row_inverse = safe_inverse(r * relax[0])[:, :, None]
         self.half_inverse = safe_inverse(self.diag).sqrt()[:, :, None]
@@ -157,7 +160,8 @@ class SchurSystem:
         reduced = start.square().sum(1, keepdim=True).sqrt()
         relative = rtol * size / torch.where(reduced > 0, reduced, torch.ones_like(reduced))
         start = torch.where(reduced <= rtol * size, torch.zeros_like(start), start)
-        record = 0 if space is None else space.record_steps(b)
+        # Preconditioned residuals are not orthogonal: their Krylov space is left alone.
+        record = 0 if space is None or self.preconditioner is not None else space.record_steps(b)
         result = conjugate_gradient(
             space.deflated(self.normalized_matmat)
             if space is not None and active
@@ -165,6 +169,7 @@ class SchurSystem:
             start,
             rtol=relative,
             max_iter=max_cg - steps,
+            preconditioner=self.preconditioner,
             project=space.project(self.project) if space is not None and active else self.project,
             norm_estimate=1.0,
             refresh=25 if b.dtype == torch.float32 else 100,

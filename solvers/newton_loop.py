@@ -279,8 +279,10 @@ class NewtonLoop:
         return LINE_SEARCH_REACH * self.radius
 
     def _travelled(self, model: Model) -> float:
-        """Size of x whose rounding bounds steps from below: that of the whole run, or of the point alone
-        for a full Newton step, which may still correct the rounding of a long step before it.
+        """Size of x whose rounding bounds steps from below.
+
+        That of the whole run; for a full Newton step, which may still correct the rounding of a long step
+        before it, that of the point alone.
         """
         return float(self.point.x.norm()) if model.reason is CGReason.CONVERGED else self.x_scale
 

@@ -13,7 +13,7 @@ import ot_newton as otn
 from ot_newton.deflation import MAX_VECTORS, SMALL, Deflation
 from ot_newton.hessian import LinearizedPlan
 from ot_newton.operators.hessian_operator import HessianOperator
-from ot_newton.operators.plan import linearize
+from ot_newton.operators.plan import diagonal_preconditioner, linearize
 from ot_newton.schur import SchurSystem
 from tests.generators import seeded
 from tests.helpers import problem_of
@@ -325,3 +325,46 @@ def test_easy_solves_are_not_harvested() -> None:
     assert found.iterations < 12
     assert plan.deflation is not None
     assert plan.deflation.size == 0
+
+
+# ---- preconditioner hook -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rho", [(None, None), (0.5, 2.0)], ids=str)
+@pytest.mark.parametrize("deflated", [False, True])
+def test_diagonal_preconditioner(rho: tuple[Any, Any], deflated: bool) -> None:
+    """The diagonal of S^ from one pass with doubled exponents; solutions and residuals stay right."""
+    plan = plan_of(0.005, d=2, rho_x=rho[0], rho_y=rho[1])
+    bare = fresh(plan, None)
+    before = plan.counter.passes
+    divide = diagonal_preconditioner(plan)
+    assert plan.counter.passes - before == 1
+    found = 1 / to_numpy(divide(torch.ones(1, N, 1, dtype=torch.float64)))[0, :, 0]
+    assert np.abs(found - np.diag(normalized(bare))).max() <= 1e-9
+    plan.preconditioner = divide
+    if not deflated:
+        plan.deflation = None
+    rhs = right_hand_sides(bare, 3)
+    for _ in range(2):
+        solved = solve(plan.system(), rhs)
+        assert solved.converged
+        assert true_residual(bare, solved.w, rhs).max() <= 2 * RTOL
+    assert relative_error(solved.w, solve(bare, rhs).w) <= 1e-4
+
+
+def test_any_preconditioner_is_used() -> None:
+    """An exact inverse ends CG in a few steps."""
+    plan = plan_of()
+    plan.deflation = None
+    inverse = torch.tensor(np.linalg.pinv(normalized(plan.system()), rcond=1e-12))[None]
+    plan = plan_of()
+    plan.deflation, plan.preconditioner = None, lambda v: inverse @ v
+    rhs = right_hand_sides(plan.system(), 2)
+    found = solve(plan.system(), rhs, 1e-6)
+    assert found.iterations <= 3
+    assert true_residual(plan.system(), found.w, rhs).max() <= 2e-6
+
+
+def test_diagonal_of_a_swapped_plan_is_refused() -> None:
+    with pytest.raises(ValueError, match="linearized"):
+        diagonal_preconditioner(plan_of(1.0, d=2).swap)

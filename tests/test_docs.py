@@ -30,6 +30,7 @@ def dedented(match: re.Match[str]) -> str:
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_blocks_of_a_page_run_in_order(page):
     code = "\n\n".join(dedented(match) for match in BLOCK.finditer(page.read_text()))
+    assert code.strip(), f"{page.name} has no Python block"
     with warnings.catch_warnings():
         exec(compile(code, str(page), "exec"), {"__name__": "page"})
 

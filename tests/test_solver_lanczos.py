@@ -59,7 +59,7 @@ def test_lanczos_relation_and_orthogonality(scale, dtype):
     assert float((t.Q.T @ t.residual).abs().max()) < 50 * eps * scale * 3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=24),
     seed=st.integers(0, 10**6),

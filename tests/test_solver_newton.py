@@ -146,7 +146,7 @@ def test_N17_every_kind_of_hessian_gives_the_same_iterates(scale, dtype):
         lambda x: DenseLinearOperator(dense(x)),
         None,
     ]
-    runs = [NewtonCG(loss, hess=h).minimize(tensor([-1.2, 1, 0.5, 2], dtype)) for h in kinds]
+    runs = [NewtonCG(loss, hess=h).minimize(tensor([-1.2, 1], dtype)) for h in kinds]
     double = dtype is torch.float64
     first = [row.fun / scale for row in runs[0].history]
     for run in runs:
@@ -182,7 +182,7 @@ def test_N20_witness_is_found_whatever_the_axes(scale, dtype, swap, turned):
 @quiet
 @pytest.mark.parametrize("turned", [False, True])
 def test_N20_random_indefinite_models_are_never_certified(turned):
-    """300 models, 150 of them rotated, n = 2 to 6, |lambda_min| down to 1e-6 lambda_max, all scales, both precisions.
+    """300 models, 150 of them rotated, n = 2 to 6, |lambda_min| down to 1e-6 lambda_max, all scales.
 
     At 1e-6 float32 (floor 5e-7) can be left without a verdict, but never with a success.
     """

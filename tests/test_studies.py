@@ -360,7 +360,6 @@ def test_packed_lanes_are_what_the_ratio_says(smoke):
 
 
 def test_a_dask_cluster_runs_the_tasks(tmp_path):
-    pytest.importorskip("distributed")
     found = run_tasks(deadly_tasks(tmp_path, {0: 0, 1: 0}), deadly, RowFile(tmp_path / "r"), jobs="dask")
     assert [row["number"] for row in found] == [0, 1]
     assert all(str(os.getpid()) not in p.name for p in tmp_path.glob("call-*"))

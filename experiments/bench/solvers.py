@@ -8,8 +8,9 @@ Counts only, so a busy machine changes nothing. Three losses, ten starts each:
 
 Both sides run on one counted loss. A run ends at the first accepted point with |g| <= 1e-8; where scipy ends
 short of that (Newton-CG stops its CG where p^T H p, near |H| |g|^2, falls below 3 eps_mach, an absolute
-threshold), both are compared at the |g| it reached, and the row says so. The products of our certificate, which scipy has no counterpart of, are listed
-apart; everything else counts, on scipy's side also the products by which it evaluates its model.
+threshold), both are compared at the |g| it reached, and the row says so. The products of our certificate,
+which scipy has no counterpart of, are listed apart; everything else counts, on scipy's side also the
+products by which it evaluates its model.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def mlp(seed: int) -> tuple[Any, Tensor]:
     sizes = (x.shape[1] * HIDDEN, HIDDEN, HIDDEN * 10, 10)
 
     def loss(w: Tensor) -> Tensor:
-        first, bias, last, offset = torch.split(w, sizes)
+        first, bias, last, offset = torch.split(w, list(sizes))
         hidden = torch.tanh(x @ first.view(-1, HIDDEN) + bias)
         scores = hidden @ last.view(HIDDEN, 10) + offset
         return torch.nn.functional.cross_entropy(scores, y) + 0.5 * PENALTY * (w @ w)
