@@ -23,7 +23,9 @@ def test_the_readme_has_an_example():
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_readme_block_runs(block):
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    names = {"__name__": "readme"}
+    exec(compile(block, "README.md", "exec"), names)
+    assert len(names) > 2, "the block defines nothing"
 
 
 def test_readme_commands_and_options_exist():

@@ -21,8 +21,8 @@ import torch
 __all__ = ["patch_once", "poisoned", "run_interpreted"]
 
 
-def run_interpreted(file: str, at_least: int) -> None:
-    """Run a file of tests in a child pytest under the interpreter; all of at least so many must pass."""
+def run_interpreted(file: str) -> int:
+    """Run a file of tests in a child pytest under the interpreter; all must pass; returns how many did."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
     path = Path(__file__).with_name(file)
@@ -33,7 +33,7 @@ def run_interpreted(file: str, at_least: int) -> None:
     passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert passed is not None
-    assert int(passed.group(1)) >= at_least, done.stdout[-1000:]
+    return int(passed.group(1))
 
 
 def patch_once() -> None:

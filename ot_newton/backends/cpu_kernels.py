@@ -61,7 +61,7 @@ NEVER = -1e30
 SERIAL = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}, "cache": True}
 PARALLEL = {"parallel": True, "error_model": "numpy", "cache": True}
 
-STAMP = zlib.crc32(b"".join(Path(m.__file__).read_bytes() for m in (cpu_strips, cpu_micro)))
+STAMP = zlib.crc32(b"".join(Path(str(m.__file__)).read_bytes() for m in (cpu_strips, cpu_micro)))
 """Default of an argument of all cached code, hence part of numba's key: an edit of the primitives, which
 numba does not see, must not bring back old code."""
 

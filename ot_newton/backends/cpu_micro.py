@@ -14,11 +14,13 @@ from typing import Any
 import llvmlite.binding
 from llvmlite import ir
 from numba import extending, types
-from numba.core import cgutils
+from numba.core import cgutils as numba_cgutils
 
 __all__ = ["NARROW_BYTES", "TILE_BYTES", "update_narrow", "update_wide"]
 
+# numba carries no types of its own here
 intrinsic: Any = extending.intrinsic
+cgutils: Any = numba_cgutils
 
 ROWS = 4
 

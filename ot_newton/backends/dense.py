@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ot_newton.backends.common import exp2_flushed_, guard_ok, log2_weight, mask_bias
+from ot_newton.backends.common import GUARD_BITS, exp2_flushed_, log2_weight, mask_bias
 from ot_newton.protocols import PassCounter
 
 __all__ = ["DenseBackend", "DensePlan", "DenseTiles"]
@@ -24,6 +24,12 @@ def _room(like: Tensor) -> Tensor:
     if like.device.type != "cpu":
         return torch.empty_like(like)
     return torch.from_numpy(np.empty(like.shape, like.new_empty(0).numpy().dtype))
+
+
+def _within(t: Tensor, low: float, high: float) -> bool:
+    """Whether every entry lies in [low, high], false with a NaN; few operations, for they count here."""
+    least, most = torch.aminmax(t)
+    return bool(least >= low) and bool(most <= high)
 
 
 class DensePlan:
@@ -68,24 +74,26 @@ class _Lane:
         self.kernel: Tensor | None = None
         self.row0 = self.col0 = dots
 
-    def _absorb(self, row_bias: Tensor, col_bias: Tensor) -> Tensor:
-        """The absorbed kernel, made anew when the biases have moved too far from its own."""
+    def _shifts(self, row_bias: Tensor, col_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """How far the biases have moved from the absorbed ones; too far, and they are absorbed anew."""
         if self.kernel is not None:
-            moved = torch.maximum((row_bias - self.row0).abs().max(), (col_bias - self.col0).abs().max())
-            if bool(moved <= ABSORB_BITS):
-                return self.kernel
+            row, col = row_bias - self.row0, col_bias - self.col0
+            if _within(row, -ABSORB_BITS, ABSORB_BITS) and _within(col, -ABSORB_BITS, ABSORB_BITS):
+                return row, col
         self.row0, self.col0 = row_bias.clone(), col_bias.clone()
         shift = row_bias[:, None] + col_bias[None, :]
         self.kernel = exp2_flushed_(torch.add(self.dots, shift, out=_room(self.dots)))
-        return self.kernel
+        return row_bias - self.row0, col_bias - self.col0
 
     def sums(self, bias: Tensor, weight: Tensor, axis: int, stabilizer: Tensor) -> Tensor:
         """`sum weight 2^(q.k + bias + stabilizer)` along an axis: one matrix-vector product."""
-        row_bias, col_bias = (stabilizer, bias) if axis == 1 else (bias, stabilizer)
-        kernel = self._absorb(row_bias, col_bias)
-        kernel = kernel if axis == 1 else kernel.mT
-        bias0, stabilizer0 = (self.col0, self.row0) if axis == 1 else (self.row0, self.col0)
-        return (kernel @ (weight * (bias - bias0).exp2())) * (stabilizer - stabilizer0).exp2()
+        if axis == 1:
+            outer, inner = self._shifts(stabilizer, bias)
+        else:
+            inner, outer = self._shifts(bias, stabilizer)
+        assert self.kernel is not None
+        kernel = self.kernel if axis == 1 else self.kernel.mT
+        return (kernel @ inner.exp2_().mul_(weight)).mul_(outer.exp2_())
 
     def log_sums(self, bias: Tensor, weight: Tensor, axis: int) -> Tensor:
         """The max-stabilized log-sum-exp of the same."""
@@ -116,7 +124,7 @@ class DenseTiles:
             self.counter.add()
             for k, lane in enumerate(self.lanes):
                 total = lane.sums(bias[k], weight[k], axis, stabilizer[k])
-                if guard_ok(total):
+                if _within(total, 2.0**-GUARD_BITS, 2.0**GUARD_BITS):
                     out[k] = total.log2() - stabilizer[k]
                     totals.append(total)
         if len(totals) < len(self.lanes):
@@ -125,6 +133,8 @@ class DenseTiles:
             lane.log_sums(bias[k], weight[k], axis) if done is None else done
             for k, (lane, done) in enumerate(zip(self.lanes, out, strict=True))
         ]
+        if len(rows) == 1:
+            return rows[0][None], totals[0][None] if totals else None
         return torch.stack(rows), torch.stack(totals) if len(totals) == len(rows) else None
 
     def plan(self, row_bias: Tensor, col_bias: Tensor, a: Tensor, b: Tensor) -> DensePlan:
