@@ -27,7 +27,7 @@ class Settings:
     block: int = 16
     converged_size: int = 50_000
     rounds: int = 15
-    race_seconds: float = 20.0
+    race_seconds: float = 12.0
 
     @classmethod
     def smoke(cls) -> Settings:
