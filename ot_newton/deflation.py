@@ -33,6 +33,8 @@ MIN_STEPS = 12
 SMALL = 128
 HARVEST_SOLVES = 20
 BLOCK_COLUMNS = 32
+LARGE = 8192
+LARGE_COLUMNS = 8
 MIN_BLOCK_STEPS = 4
 MAX_BASIS = 640
 BUDGET_BYTES = 1 << 28
@@ -78,7 +80,7 @@ class Deflation:
     def explores(self, b: Tensor) -> bool:
         """Whether this solve is to be a block one: nothing held yet, one lane, a system that is not small."""
         room = self.budget // (4 * b.shape[1] * b.element_size())
-        enough = room >= MIN_BLOCK_STEPS * max(BLOCK_COLUMNS, b.shape[2])
+        enough = room >= MIN_BLOCK_STEPS * _block_width(b)
         return b.shape[0] == 1 and b.shape[1] > SMALL and self.size == 0 and enough
 
     def explore(
@@ -97,10 +99,10 @@ class Deflation:
         Returns:
             Solution and residual (1,m,K), and block steps: two passes each.
         """
-        count, columns = b.shape[1], max(BLOCK_COLUMNS, b.shape[2])
+        count, columns = b.shape[1], _block_width(b)
         limit = min(self.budget // (4 * count * b.element_size()), count - 1, MAX_BASIS)
         generator = torch.Generator(device="cpu").manual_seed(0)
-        noise = torch.randn(1, count, columns - b.shape[2], generator=generator, dtype=torch.float64)
+        noise = torch.randn(1, count, columns - b.shape[2], generator=generator, dtype=b.dtype)
         block = torch.cat([b, noise.to(b)], dim=-1)
         size = b.square().sum(1, keepdim=True).sqrt()
         basis, products, gram = b[:, :, :0], b[:, :, :0], b.new_zeros(1, 0, 0)
@@ -198,6 +200,11 @@ class Deflation:
         vectors = torch.linalg.solve_triangular(factor.L.mT, vectors, upper=True, left=False)
         products = torch.linalg.solve_triangular(factor.L.mT, products, upper=True, left=False)
         self._set(vectors, products)
+
+
+def _block_width(b: Tensor) -> int:
+    """Columns of a block solve: fewer for large systems, whose memory they would dominate."""
+    return max(BLOCK_COLUMNS if b.shape[1] <= LARGE else LARGE_COLUMNS, int(b.shape[2]))
 
 
 def _orthonormal(project: Callable[[Tensor], Tensor], block: Tensor, basis: Tensor) -> Tensor:
