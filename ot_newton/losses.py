@@ -225,7 +225,8 @@ class SinkhornLoss(torch.nn.Module):
     def _self(self, name: str, rho: float | None, x: Tensor, a: Tensor) -> Term:
         problem = self._problem(x, x, a, a, rho, rho)
         centre = self.rho_x is None and self.rho_y is None
-        return self._keep(name, SelfTerm(self._solve(name, problem, "self"), *self._inner(problem), centre))
+        result = self._solve(name, problem, "self")
+        return self._keep(name, SelfTerm(result, *self._inner(problem), centre=centre))
 
     def _problem(
         self, x: Tensor, y: Tensor, a: Tensor, b: Tensor, rho_x: float | None, rho_y: float | None

@@ -42,21 +42,13 @@ class Term(Protocol):
 
 
 @dataclass(eq=False)
-class CrossTerm:
-    """OT(x, y) in x, y, a, b.
-
-    Attributes:
-        result: its fixed point.
-        rtol: tolerance of the inner solve of a product.
-        max_cg: cap on its CG steps.
-        stats: counters of the products so far.
-    """
+class _Solved:
+    """What both terms share: a fixed point and how its products are solved."""
 
     result: SinkhornResult
     rtol: float
     max_cg: int | None = None
     stats: HessianStats = field(default_factory=HessianStats)
-    letters = "xyab"
 
     @property
     def value(self) -> Tensor:
@@ -67,6 +59,20 @@ class CrossTerm:
     def batch_shape(self) -> torch.Size:
         """See `Term`."""
         return self.result.problem.batch_shape
+
+
+@dataclass(eq=False)
+class CrossTerm(_Solved):
+    """OT(x, y) in x, y, a, b.
+
+    Attributes:
+        result: its fixed point.
+        rtol: tolerance of the inner solve of a product.
+        max_cg: cap on its CG steps.
+        stats: counters of the products so far.
+    """
+
+    letters = "xyab"
 
     def gradient(self, letter: str) -> Tensor:
         """See `Term`."""
@@ -82,29 +88,15 @@ class CrossTerm:
 
 
 @dataclass(eq=False)
-class SelfTerm:
+class SelfTerm(_Solved):
     """OT(x, x) in x, a: both arguments move together, so derivatives are twice those of one side.
 
     Attributes: as `CrossTerm`; the result's problem has y = x and equal potentials.
         centre: remove the mean of derivatives in a, as when the whole loss has fixed masses.
     """
 
-    result: SinkhornResult
-    rtol: float
-    max_cg: int | None = None
     centre: bool = True
-    stats: HessianStats = field(default_factory=HessianStats)
     letters = "xa"
-
-    @property
-    def value(self) -> Tensor:
-        """See `Term`."""
-        return self.result.value
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """See `Term`."""
-        return self.result.problem.batch_shape
 
     def gradient(self, letter: str) -> Tensor:
         """See `Term`."""
