@@ -157,8 +157,8 @@ def check_number(
         raise TypeError(f"{name} must be a single real number, got {value!r}") from error
     bad = number <= low if strict else number < low
     if bad or number > high or number != number or number in (float("inf"), float("-inf")):
-        bracket = "(" if strict else "["
-        raise ValueError(f"{name} must be a finite number in {bracket}{low:g}, {high:g}], got {number!r}")
+        bracket, end = "(" if strict else "[", ")" if high == float("inf") else "]"
+        raise ValueError(f"{name} must be a finite number in {bracket}{low:g}, {high:g}{end}, got {number!r}")
     return number
 
 

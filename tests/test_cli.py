@@ -28,7 +28,7 @@ def test_version_and_help():
 
 
 BAD = [
-    (("--eps", "-1"), "eps must be a finite number in (0, inf], got -1.0"),
+    (("--eps", "-1"), "eps must be a finite number in (0, inf), got -1.0"),
     (("--eps", "abc"), "'abc' is not a valid float"),
     (("--eps", "nan"), "eps must be a finite number"),
     (("--seeds", "0"), "seeds must be at least 1, got 0"),

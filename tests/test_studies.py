@@ -103,7 +103,7 @@ BAD_FILES = {
     "n = 1\n": "n must be at least 2, got 1",
     "fractions = 0.1\n": "fractions must be a nonempty list of float",
     "fractions = []\n": "fractions must be a nonempty list of float",
-    "fractions = [0.1, -1]\n": "fractions must be a finite number in (0, inf], got -1.0",
+    "fractions = [0.1, -1]\n": "fractions must be a finite number in (0, inf), got -1.0",
     "methods = ['magic']\n": "methods must be one of 'sinkhorn', 'annealed', 'newton', 'auto', got 'magic'",
     "n = \n": "not a TOML file",
 }
