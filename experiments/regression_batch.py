@@ -23,12 +23,12 @@ from ot_newton.backends.select import get_backend
 from ot_newton.errors import check_integer, check_number
 from ot_newton.experiments.data import RegressionData
 from ot_newton.experiments.regression_loss import FIRST_TOL, RegressionLoss
-from ot_newton.fixed_point import noise_floor
 from ot_newton.packing import BatchOptions, BatchRun, run_batch
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter
 from ot_newton.result import SinkhornResult
 from ot_newton.solve import start_biases
+from ot_newton.stage import noise_floor
 
 __all__ = ["AdamBatch", "BatchedLoss", "Lane"]
 

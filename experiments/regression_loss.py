@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ot_newton.errors import ConvergenceWarning, Status, check_integer, check_number
-from ot_newton.fixed_point import noise_floor
 from ot_newton.problem import OTProblem
 from ot_newton.result import SinkhornResult
 from ot_newton.solve import sinkhorn
+from ot_newton.stage import noise_floor
 
 __all__ = ["RegressionLoss", "WeightHessian"]
 

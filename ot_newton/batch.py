@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ot_newton.backends.select import choose_backend, get_backend
 from ot_newton.errors import ConvergenceWarning, PrecisionWarning, Status, check_choice, check_integer
-from ot_newton.fixed_point import IterationInfo, noise_floor
+from ot_newton.fixed_point import IterationInfo
 from ot_newton.packing import BatchOptions, run_batch
 from ot_newton.potentials import Biases
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter
 from ot_newton.result import SinkhornResult
 from ot_newton.solve import start_biases, tolerance
+from ot_newton.stage import noise_floor
 
 __all__ = ["BatchResult", "sinkhorn_batch"]
 

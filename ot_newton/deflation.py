@@ -9,7 +9,8 @@ whose residual is the true residual of w, however rough U is. U is a Rayleigh-Ri
 of a plan is a block one: random columns beside the right-hand sides share its passes, and its block Krylov
 space, reorthogonalized, holds the slow modes long before that of one vector does. The Krylov bases of later
 solves refine it; their products are known, so a harvest costs no plan pass. Carrying U to another plan
-costs one block product (two passes).
+costs one block product (two passes). Near the plan it was made for, U with its Ritz values T gives the dual
+Newton the approximate inverse `I + U (T^-1 - I) U^T` for none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Deflation"]
 
 MAX_VECTORS = 100
-MAX_RITZ = 0.8
+LARGE_MAX_RITZ = 0.8
+WELL_CONDITIONED = 1e-3
 MIN_STEPS = 12
 SMALL = 128
 HARVEST_SOLVES = 20
@@ -49,16 +51,35 @@ class Deflation:
 
     Attributes:
         size: vectors held now.
+        values: their Ritz values (p,).
         harvests: solves harvested for the current plan.
+        lenient: whether the dual Newton may try it as an approximate inverse: it has just been made, or no
+            try has failed.
     """
 
     def __init__(self, max_vectors: int = MAX_VECTORS, budget: int = BUDGET_BYTES) -> None:
         self.max_vectors, self.budget = max_vectors, budget
         self.harvests = 0
+        self.lenient = False
         self.basis: Tensor | None = None
+        self.values: Tensor | None = None
         self.products: Tensor | None = None
         self.inverse: Tensor | None = None
         self._owner: SchurSystem | None = None
+
+    @classmethod
+    def carried(cls, space: tuple[Tensor, Tensor] | None) -> Deflation:
+        """A space that starts from another's `state`; empty for None."""
+        out = cls()
+        if space is not None:
+            out.basis, out.values = space
+            out.lenient = True
+        return out
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor] | None:
+        """Vectors (1,m,p) and Ritz values (p,), never changed in place; None while empty."""
+        return None if self.basis is None or self.values is None else (self.basis, self.values)
 
     @property
     def size(self) -> int:
@@ -123,6 +144,11 @@ class Deflation:
             self._set(basis, products)
         return z, left, steps
 
+    def amplify(self, v: Tensor) -> Tensor:
+        """`U (T^-1 - I) U^T v`: what turns a Jacobi step on a nearby system into one with S^^-1 on U."""
+        assert self.basis is not None and self.values is not None
+        return self.basis @ ((1.0 / self.values - 1.0)[None, :, None] * (self.basis.mT @ v))
+
     def attach(self, system: SchurSystem) -> None:
         """Make the space that of this system: after a change of plan, re-orthogonalize and re-apply."""
         if self._owner is system:
@@ -130,25 +156,36 @@ class Deflation:
         self._owner, self.harvests = system, 0
         if self.basis is None:
             return
-        if self.basis.shape[1] != system.diag.shape[-1] or self.basis.dtype != system.diag.dtype:
-            self.basis = self.products = self.inverse = None
+        if not self.matches(system.diag):
+            self._clear()
             return
-        basis = torch.linalg.qr(system.project(self.basis))[0]
-        basis = torch.linalg.qr(system.project(basis))[0]
+        basis = _orthonormal(system.project, self.basis, self.basis[:, :, :0])
         self._set(basis, system.project(system.normalized_matmat(basis)))
+
+    def matches(self, like: Tensor) -> bool:
+        """Whether the vectors are of the size and dtype of (1,m)."""
+        if self.basis is None:
+            return False
+        return self.basis.shape[1] == like.shape[-1] and self.basis.dtype == like.dtype
+
+    def _clear(self) -> None:
+        self.basis = self.values = self.products = self.inverse = None
 
     def _set(self, basis: Tensor, products: Tensor) -> None:
         """Rayleigh-Ritz on an orthonormal basis; keep the slowest modes."""
         gram = basis.mT @ products
         values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
         floor = 64 * torch.finfo(basis.dtype).eps
-        keep = (values[0] > floor) & (values[0] < MAX_RITZ)
+        # Vectors of large systems cost memory: only the slow ones are worth it.
+        ceiling = 1.0 if basis.shape[1] <= LARGE else LARGE_MAX_RITZ
+        keep = (values[0] > floor) & (values[0] < ceiling)
         order = keep.nonzero()[: self.max_vectors, 0]
         if order.numel() == 0:
-            self.basis = self.products = self.inverse = None
+            self._clear()
             return
-        chosen = vectors[:, :, order]
+        chosen, self.values = vectors[:, :, order], values[0, order]
         self.basis, self.products = basis @ chosen, products @ chosen
+        self.lenient = True
         inner = self.basis.mT @ self.products
         self.inverse = torch.linalg.inv((inner + inner.mT) / 2)
 
@@ -210,6 +247,12 @@ def _block_width(b: Tensor) -> int:
 def _orthonormal(project: Callable[[Tensor], Tensor], block: Tensor, basis: Tensor) -> Tensor:
     """The block made orthonormal against the basis, in two sweeps (columns of zero become random ones)."""
     for _ in range(2):
-        block = block - basis @ (basis.mT @ block)
-        block = torch.linalg.qr(project(block))[0]
+        block = project(block - basis @ (basis.mT @ block))
+        factor = torch.linalg.cholesky_ex(block.mT @ block)
+        pivots = torch.diagonal(factor.L, dim1=-2, dim2=-1)
+        # Three products in place of Householder's sweeps, where the columns are far from dependent.
+        if int(factor.info.max()) == 0 and bool((pivots.amin(-1) > WELL_CONDITIONED * pivots.amax(-1)).all()):
+            block = torch.linalg.solve_triangular(factor.L.mT, block, upper=True, left=False)
+        else:
+            block = torch.linalg.qr(block)[0]
     return block

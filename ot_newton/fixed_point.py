@@ -1,30 +1,25 @@
 """Sinkhorn's fixed point on any backend: updates, annealing, stopping (MATH 2).
 
-One iteration is one f and one g update. In base 2, with `L_i = log2 sum_j b_j 2^(q_i.k_j + u_j)` and
-`X_i = log2(e) s |x~_i|^2 / eps`, the update of the x side is
-
-    w_i = -t_x L_i + (t_x - 1) X_i,    t_x = 1 (hard) or rho_x/(rho_x + eps),
-
-and `r_i = a_i 2^(w_i + L_i)`: the row marginal comes for free with the next update.
+One iteration is one f and one g update (`Stage`).
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ot_newton.errors import Status
-from ot_newton.potentials import Biases, operands, squared_norms
+from ot_newton.potentials import Biases, squared_norms
 from ot_newton.problem import OTProblem
-from ot_newton.protocols import PassCounter, PlanBackend, Tiles
+from ot_newton.protocols import PassCounter, PlanBackend
+from ot_newton.stage import Stage, noise_floor
 
-__all__ = ["FixedPoint", "IterationInfo", "SinkhornOptions", "Stage", "noise_floor", "run_sinkhorn"]
+__all__ = ["FixedPoint", "IterationInfo", "SinkhornOptions", "run_sinkhorn"]
 
 STALL_WINDOW = 50
 RATE_WINDOW = 5
@@ -32,7 +27,6 @@ STALL_RATIO = 0.999
 STALL_FLOOR_FACTOR = 1e3
 ANNEAL_RATIO = 0.5
 ANNEAL_FROM = 32.0
-LARGEST_BITS = 100.0
 
 
 @dataclass(frozen=True)
@@ -83,106 +77,58 @@ class FixedPoint:
 
     Attributes:
         biases: final `w (B,n)`, `u (B,m)` at the problem's eps.
-        tiles: the bound clouds, for the plan.
+        stage: the clouds bound at the problem's eps.
         statuses: one per lane.
         n_iter: (B,) iterations.
         marginal_error: (B,) larger of both sides' L1 errors, relative to the mass.
         history: one row per check.
         slow: (B,) lanes given up because their rate foretells more than ``patience`` iterations.
+        lse: `L (B,n)` and `M (B,m)` at the final biases, from the audit (M None for "self").
     """
 
     biases: Biases
-    tiles: Tiles
+    stage: Stage
     statuses: tuple[Status, ...]
     n_iter: Tensor
     marginal_error: Tensor
     history: tuple[IterationInfo, ...] = field(repr=False)
     slow: Tensor
+    lse: tuple[Tensor, Tensor | None] = field(repr=False)
 
+    def lane(self, k: int) -> FixedPoint:
+        """One lane."""
+        if len(self.statuses) == 1:
+            return self
+        one = torch.tensor([k], device=self.slow.device)
+        row, col = self.lse
+        return replace(
+            self,
+            biases=Biases(self.biases.row[one], self.biases.col[one]),
+            stage=self.stage.take(one),
+            statuses=(self.statuses[k],),
+            n_iter=self.n_iter[one],
+            marginal_error=self.marginal_error[one],
+            slow=self.slow[one],
+            lse=(row[one], None if col is None else col[one]),
+        )
 
-def noise_floor(problem: OTProblem, eps: float | None = None) -> float:
-    """`eps_mach max|C| / eps`: relative rounding error of a plan entry, `max|C|` of the centred clouds."""
-    largest = problem.cost_scale * problem.centred.max_cost
-    return float(torch.finfo(problem.dtype).eps * max(1.0, largest / (eps or problem.eps)))
-
-
-class _Side:
-    """One marginal: its weights, its damping and the marginal its potential asks for."""
-
-    def __init__(self, weight: Tensor, norms: Tensor, rho: float | None, eps: float, mass: Tensor) -> None:
-        self.weight, self.norms, self.mass = weight, norms, mass
-        self.damping = 1.0 if rho is None else rho / (rho + eps)
-        self.exponent = None if rho is None else eps / rho
-
-    def stabilizer(self, bias: Tensor) -> Tensor:
-        """Bias at which the streamed sum is 1 at the fixed point."""
-        if self.exponent is None:
-            return bias
-        return (bias + self.norms) / self.damping - self.norms
-
-    def update(self, lse: Tensor) -> Tensor:
-        if self.exponent is None:
-            return -lse
-        return -self.damping * lse + (self.damping - 1.0) * self.norms
-
-    def error(self, bias: Tensor, lse: Tensor) -> Tensor:
-        """(B,) L1 distance of the plan's marginal from the one asked for, relative to the mass."""
-        # A start may be far off: its marginal is large, but no NaN.
-        ratio = torch.exp2((bias + lse).clamp(max=LARGEST_BITS)) - self.target(bias)
-        # A masked sum: the conjugate of an atom of zero weight may be anything.
-        gap = torch.where(self.weight > 0, ratio.abs() * self.weight, torch.zeros_like(bias))
-        return gap.double().sum(-1) / self.mass
-
-    def target(self, bias: Tensor) -> Tensor | float:
-        """Marginal asked for, over the weight: 1, or `exp(-f/rho)` on a relaxed side."""
-        return 1.0 if self.exponent is None else torch.exp2(-(bias + self.norms) * self.exponent)
-
-    def distance(self, bias: Tensor, marginal: Tensor) -> Tensor:
-        """(B,) L1 distance of a marginal at hand from the one asked for, relative to the mass."""
-        gap = torch.where(self.weight > 0, marginal - self.weight * self.target(bias), torch.zeros_like(bias))
-        return gap.abs().double().sum(-1) / self.mass
-
-    def take(self, lanes: Tensor) -> _Side:
-        """Some of the lanes."""
-        out = copy.copy(self)
-        out.weight, out.norms, out.mass = self.weight[lanes], self.norms[lanes], self.mass[lanes]
-        return out
-
-
-class Stage:
-    """The lanes of a problem bound at one eps: their tiles and both marginals."""
-
-    def __init__(self, tiles: Tiles, x: _Side, y: _Side, eps: float) -> None:
-        self.tiles, self.x, self.y, self.eps = tiles, x, y, eps
-
-    @classmethod
-    def bind(cls, problem: OTProblem, backend: PlanBackend, counter: PassCounter, eps: float) -> Stage:
-        """Everything of a problem at one eps."""
-        c = problem.centred
-        q, k = operands(problem, eps)
-        norm_x, norm_y = squared_norms(problem, eps)
-        x = _Side(c.a, norm_x, problem.rho_x, eps, c.a.double().sum(-1))
-        y = _Side(c.b, norm_y, problem.rho_y, eps, c.b.double().sum(-1))
-        return cls(backend.bind(q, k, counter), x, y, eps)
-
-    def take(self, lanes: Tensor) -> Stage:
-        """Some of the lanes, nothing computed again."""
-        return Stage(self.tiles.take(lanes), self.x.take(lanes), self.y.take(lanes), self.eps)
-
-    def two_sided(self, w: Tensor, u: Tensor) -> Tensor:
-        """(B,) larger L1 error of both marginals, from products with the plan: two passes."""
-        plan = self.tiles.plan(w, u, self.x.weight, self.y.weight)
-        r = plan.apply(torch.ones_like(self.y.weight)[:, :, None], 1)[:, :, 0]
-        c = plan.apply(torch.ones_like(self.x.weight)[:, :, None], 0)[:, :, 0]
-        return torch.maximum(self.x.distance(w, r), self.y.distance(u, c))
-
-    def lse_x(self, w: Tensor | None, u: Tensor) -> Tensor:
-        """`L (B,n)`, stabilized by the current w if there is one."""
-        return self.tiles.lse(u, self.y.weight, 1, None if w is None else self.x.stabilizer(w))[0]
-
-    def lse_y(self, w: Tensor, u: Tensor | None) -> Tensor:
-        """`M (B,m)`."""
-        return self.tiles.lse(w, self.x.weight, 0, None if u is None else self.y.stabilizer(u))[0]
+    def with_lane(self, k: int, other: FixedPoint) -> FixedPoint:
+        """This one with a lane that went on by itself; its history follows."""
+        if len(self.statuses) == 1:
+            return replace(other, history=self.history + other.history)
+        row, col = self.biases.row.clone(), self.biases.col.clone()
+        n_iter, error = self.n_iter.clone(), self.marginal_error.clone()
+        row[k], col[k] = other.biases.row[0], other.biases.col[0]
+        n_iter[k], error[k] = other.n_iter[0], other.marginal_error[0]
+        statuses = (*self.statuses[:k], other.statuses[0], *self.statuses[k + 1 :])
+        return replace(
+            self,
+            biases=Biases(row, col),
+            n_iter=n_iter,
+            marginal_error=error,
+            statuses=statuses,
+            history=self.history + other.history,
+        )
 
 
 def _schedule(problem: OTProblem, options: SinkhornOptions) -> list[float]:
@@ -335,13 +281,15 @@ class _Run:
     def _due(self, iteration: int) -> bool:
         return iteration % self.options.check_every == 0 or iteration >= self.options.max_iter
 
-    def audit(self, stage: Stage) -> Tensor:
-        """(B,) larger L1 error of both sides at the final biases."""
+    def audit(self, stage: Stage) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+        """(B,) larger L1 error of both sides at the final biases, and the sums it was made of."""
         assert self.w is not None
-        row = stage.x.error(self.w, stage.lse_x(self.w, self.u))
+        row = stage.lse_x(self.w, self.u)
+        error = stage.x.error(self.w, row)
         if self.options.update == "self":
-            return row
-        return torch.maximum(row, stage.y.error(self.u, stage.lse_y(self.w, self.u)))
+            return error, (row, None)
+        col = stage.lse_y(self.w, self.u)
+        return torch.maximum(error, stage.y.error(self.u, col)), (row, col)
 
     def run(self, init: Biases | None) -> FixedPoint:
         """Anneal, iterate, audit."""
@@ -363,16 +311,17 @@ class _Run:
         if self.w is None:  # max_iter = 0 without a start
             self.w = stage.x.update(stage.lse_x(None, self.u))
         self._finish(dict.fromkeys(self.running(), Status.MAX_ITER))
-        error = self.audit(stage)
+        error, lse = self.audit(stage)
         self._demote(error.tolist())
         return FixedPoint(
             Biases(self.w, self.u),
-            stage.tiles,
+            stage,
             tuple(status or Status.NAN for status in self.status),
             torch.tensor(self.n_iter, device=problem.device),
             error,
             tuple(self.history),
             torch.tensor(self.slow, device=problem.device),
+            lse,
         )
 
     def _demote(self, errors: list[float]) -> None:

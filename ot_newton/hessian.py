@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ot_newton.deflation import Deflation
 from ot_newton.directions import (
     Direction,
     HessianStats,
@@ -33,10 +32,8 @@ from ot_newton.directions import (
     total_of,
     unflatten_block,
 )
-from ot_newton.potentials import Biases
-from ot_newton.problem import OTProblem
-from ot_newton.protocols import PassCounter, Plan
-from ot_newton.schur import SchurSolve, SchurSystem, SelfSystem, safe_inverse
+from ot_newton.plan_cache import PlanCaches, gradient_x
+from ot_newton.schur import SchurSolve, SchurSystem, safe_inverse
 
 __all__ = ["Direction", "HessianStats", "LinearizedPlan", "TransposedPlan", "gradient_x"]
 
@@ -45,12 +42,6 @@ def _joined(parts: list[Tensor]) -> Tensor:
     """Factors of one rank-p weight side by side, their blocks broadcast."""
     k = max(part.shape[1] for part in parts)
     return torch.cat([part.expand(-1, k, -1, -1) for part in parts], dim=-1)
-
-
-def gradient_x(s: float, x: Tensor, marginal: Tensor, transported: Tensor, shift: Tensor) -> Tensor:
-    """`2s (r_i x_i - (P y)_i)` for the centred clouds, with the shift put back (MATH 2, 4), (B,n,d)."""
-    at_zero = marginal[:, :, None] * (x + shift[:, None, :].to(x.dtype)) - transported
-    return 2.0 * s * at_zero
 
 
 @dataclass
@@ -66,98 +57,8 @@ class _Moments:
     pt_vx: Tensor | None = None
 
 
-class LinearizedPlan:
-    """A plan with cached marginals and transports, and its second derivative.
-
-    Args:
-        problem: for x, y, eps, cost_scale and the relaxations.
-        plan: its plan at the biases at hand.
-        counter: pass counter of that plan.
-        direct: factorize the Schur complement instead of CG.
-        swapped: internal; see `swap`.
-        symmetric: x = y and f = g, so that `swap` is this object itself.
-
-    Attributes:
-        deflation: space of the Schur solve's slow modes; set to None before the first product for none.
-        preconditioner: of the Schur solve's CG, for its normalized system; set before the first product.
-        centre_weights: remove the mean of derivatives in the weights (hard sides: the simplex's tangent).
-        source: name of the backend and biases the plan was made of, where it may have to be made again.
-    """
-
-    def __init__(
-        self,
-        problem: OTProblem,
-        plan: Plan,
-        counter: PassCounter,
-        *,
-        direct: bool,
-        swapped: bool = False,
-        symmetric: bool = False,
-    ) -> None:
-        c = problem.centred
-        self.problem, self.plan, self.counter, self.direct = problem, plan, counter, direct
-        self.x, self.y, self.shift = (c.y, c.x, -c.shift) if swapped else (c.x, c.y, c.shift)
-        self.a, self.b = (c.b, c.a) if swapped else (c.a, c.b)
-        self.s, self.eps, self.balanced = problem.cost_scale, problem.eps, problem.balanced
-        rho = (problem.rho_y, problem.rho_x) if swapped else (problem.rho_x, problem.rho_y)
-        self.relax = tuple(1.0 if p is None else 1.0 + problem.eps / p for p in rho)
-        self.deflation: Deflation | None = None if direct else Deflation()
-        self.preconditioner: Callable[[Tensor], Tensor] | None = None
-        self.source: tuple[str, Biases] | None = None
-        self.swapped = swapped
-        self.centre_weights = problem.balanced
-        self._swap: LinearizedPlan | None = self if symmetric else None
-        self._system: SchurSystem | None = None
-        self._self_system: SelfSystem | None = None
-        self._rows: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def swap(self) -> LinearizedPlan:
-        """The same problem with x and y exchanged; marginals are shared."""
-        if self._swap is None:
-            self._swap = LinearizedPlan(
-                self.problem, TransposedPlan(self.plan), self.counter, direct=self.direct, swapped=True
-            )
-            self._swap._swap = self
-        return self._swap
-
-    def inherit(self, other: LinearizedPlan) -> None:
-        """Go on with the deflation space of an earlier plan; renewed at the first solve (two passes)."""
-        if self.deflation is not None and other.deflation is not None:
-            self.deflation = other.deflation
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """`r = P1 (B,n)` and `P y (B,n,d)`, one pass, cached."""
-        if self._rows is None:
-            ones = torch.ones_like(self.y[:, :, :1])
-            out = self.plan.apply(torch.cat([ones, self.y], dim=-1), 1)
-            self._rows = (out[:, :, 0].contiguous(), out[:, :, 1:].contiguous())
-        return self._rows
-
-    def columns(self) -> tuple[Tensor, Tensor]:
-        """`c = P^T 1 (B,m)` and `P^T x (B,m,d)`, one pass, cached."""
-        return self.swap.rows()
-
-    def system(self) -> SchurSystem:
-        """The Schur complement on the y side, cached."""
-        if self._system is None:
-            r, c = self.rows()[0], self.columns()[0]
-            self._system = SchurSystem(
-                self.plan,
-                r,
-                c,
-                (self.relax[0], self.relax[1]),
-                balanced=self.balanced,
-                direct=self.direct,
-                deflation=self.deflation,
-                preconditioner=self.preconditioner,
-            )
-        return self._system
-
-    def gradient(self) -> Tensor:
-        """`dOT/dx (B,n,d)`; that in y is ``swap.gradient()``."""
-        r, py = self.rows()
-        return gradient_x(self.s, self.x, r, py, self.shift)
+class LinearizedPlan(PlanCaches):
+    """The second derivative of OT at a plan; see `PlanCaches` for what it is made of."""
 
     def product(
         self,
@@ -182,6 +83,7 @@ class LinearizedPlan:
             on the swapped system), 4 + 2 n_cg for both.
         """
         if self._prefers_swap(v, want):
+            self.swap.tangents = self.tangents
             out, solve = self.swap.product(
                 v.swapped, want.translate(_SWAP), rtol=rtol, max_cg=max_cg, stats=stats
             )
@@ -195,7 +97,8 @@ class LinearizedPlan:
         rhs, scale = self._schur_rhs(system, moments, v, rhs1, scale1)
         solve = system.solve(flatten_columns(rhs), flatten_columns(scale), rtol, max_cg)
         w2 = solve.w.mT
-        out = self._assemble(moments, v, given, w2, want)
+        out, row = self._assemble(moments, v, given, w2, want)
+        self._note(moments, v, row, w2)
         columns = w2.shape[0] * w2.shape[1]
         stats.record(columns, self.counter.passes - before, solve)
         return out, solve
@@ -226,21 +129,17 @@ class LinearizedPlan:
         solve = self.self_system().solve(flatten_columns(rhs), flatten_columns(scale), rtol, max_cg)
         w = solve.w.mT
         moments.pt_vx = moments.p_vy
-        out = self._assemble(moments, both, Direction(v.x, v.x, v.a, v.a), w, want)
+        out, _ = self._assemble(moments, both, Direction(v.x, v.x, v.a, v.a), w, want)
         stats.record(w.shape[0] * w.shape[1], self.counter.passes - before, solve)
         doubled = [None if part is None else 2.0 * part for part in (out.x, out.a)]
         return Direction(x=doubled[0], a=doubled[1]), solve
-
-    def self_system(self) -> SelfSystem:
-        """`D_r k + P` of a self-transport plan, cached."""
-        if self._self_system is None:
-            self._self_system = SelfSystem(self.plan, self.rows()[0], self.relax[0])
-        return self._self_system
 
     def _prefers_swap(self, v: Direction, want: str) -> bool:
         """Which side to solve on: the smaller when factorizing, the one that saves passes when streaming."""
         if self.direct:
             return self.y.shape[1] > self.x.shape[1]
+        if self.preconditioner is not None:
+            return False
         return v.x is None and v.y is not None and "x" not in want
 
     def _effective_weights(self, v: Direction) -> Direction:
@@ -325,8 +224,10 @@ class LinearizedPlan:
             rhs, scale = rhs + self.eps * v.b, scale + self.eps * v.b.abs()
         return rhs, scale
 
-    def _assemble(self, m: _Moments, v: Direction, given: Direction, w2: Tensor, want: str) -> Direction:
-        """The products from w2, with one Hadamard pass per side asked for."""
+    def _assemble(
+        self, m: _Moments, v: Direction, given: Direction, w2: Tensor, want: str
+    ) -> tuple[Direction, Tensor]:
+        """The products from w2, with one Hadamard pass per side asked for; and w1."""
         s, r, py = self.s, self.rows()[0], self.rows()[1]
         col = w2 if m.vy_fixed is None else w2 - 2 * s * rowdot(self.y[:, None], m.vy_fixed)
         m0, m1 = self._weighted_moments(m, col, 1)
@@ -339,7 +240,7 @@ class LinearizedPlan:
             hx = self._hx(m, v, row, m0, m1, r, py)
         if "y" in want:
             hy = self._hy(m, v, row, col)
-        return Direction(hx, hy, *self._weight_parts(m, given, row, w2, want))
+        return Direction(hx, hy, *self._weight_parts(m, given, row, w2, want)), row
 
     def _weighted_moments(self, m: _Moments, own: Tensor, axis: int) -> tuple[Tensor, Tensor]:
         """Sums of the plan times `own + 2s<vx_i,y_j> + 2s<x_i,vy_j>` with [1, y] or [1, x]: one pass.
@@ -402,12 +303,19 @@ class LinearizedPlan:
     def _weight_parts(
         self, m: _Moments, v: Direction, row: Tensor, w2: Tensor, want: str
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`d(grad_a) = dF - eps da/a` and the same for b, gauge and shift put back (MATH 7)."""
+        """`d(grad_a) = dF - eps da/a` and the same for b (MATH 7)."""
         if not set(want) & {"a", "b"}:
             return None, None
+        w1, w2 = self._responses(m, row, w2)
+        return (
+            self._weight_gradient(w1, v.a, v.b, self.a, self.relax[0], self.rows()[0]),
+            self._weight_gradient(w2, v.b, v.a, self.b, self.relax[1], self.columns()[0]),
+        )
+
+    def _responses(self, m: _Moments, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        """Derivatives of the absorbed potentials along a block, gauge and shift put back (MATH 7)."""
         s = self.s
         shift = self.shift[:, None, None, :].to(self.x.dtype)
-        w1 = row
         if m.vx is not None and m.vx_fixed is not None:
             mean = (m.vx - m.vx_fixed)[:, :, :1]
             w1 = w1 + 2 * s * (rowdot(self.x[:, None], m.vx) + rowdot(shift, m.vx))
@@ -416,10 +324,15 @@ class LinearizedPlan:
             mean = (m.vy - m.vy_fixed)[:, :, :1]
             w1 = w1 - 2 * s * rowdot(self.x[:, None], mean)
             w2 = w2 + 2 * s * rowdot(self.y[:, None], mean) - 2 * s * rowdot(shift, m.vy)
-        return (
-            self._weight_gradient(w1, v.a, v.b, self.a, self.relax[0], self.rows()[0]),
-            self._weight_gradient(w2, v.b, v.a, self.b, self.relax[1], self.columns()[0]),
-        )
+        return w1, w2
+
+    def _note(self, m: _Moments, v: Direction, w1: Tensor, w2: Tensor) -> None:
+        """Leave the responses to displacements of the points where the next warm start finds them."""
+        if self.tangents is None or w1.shape[0] != 1 or v.a is not None or v.b is not None:
+            return
+        w1, w2 = self._responses(m, w1, w2)
+        w1, w2, v = (w2, w1, v.swapped) if self.swapped else (w1, w2, v)
+        self.tangents.record(v, w1, w2)
 
     def _weight_gradient(
         self,

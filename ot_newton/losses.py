@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from ot_newton.autograd import Recipe, differentiable, prepare
 from ot_newton.errors import check_integer, check_number
-from ot_newton.potentials import Potentials
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter
 from ot_newton.result import SinkhornResult, default_rtol
 from ot_newton.solve import sinkhorn
 from ot_newton.terms import CrossTerm, SelfTerm, Term
+from ot_newton.warm import Tangents, WarmStart
 
 __all__ = ["SinkhornLoss", "ot_cost", "sinkhorn_divergence"]
 
@@ -95,7 +96,8 @@ class SinkhornLoss(torch.nn.Module):
         self.debias, self.warm_start, self.options = bool(debias), bool(warm_start), options
         self.last_terms: dict[str, CrossTerm | SelfTerm] = {}
         self._total = PassCounter()
-        self._starts: dict[str, Potentials] = {}
+        self._starts: dict[str, WarmStart] = {}
+        self._live: dict[str, SinkhornResult] = {}
         self._frozen = False
 
     @classmethod
@@ -155,21 +157,44 @@ class SinkhornLoss(torch.nn.Module):
         """Results of the terms that x enters."""
         return [term.result for name, term in self.last_terms.items() if name != "yy"]
 
-    def warm_state(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The potentials that the next call starts from.
+    def warm_state(self) -> dict[str, dict[str, Tensor]]:
+        """What the next call starts from, by term: potentials, clouds, slow modes, tangents of products made.
 
         Example:
             >>> import torch
             >>> loss = SinkhornLoss(eps=0.5)
             >>> value = loss(torch.rand(6, 2), torch.rand(7, 2))
-            >>> [tuple(part.shape) for part in loss.warm_state()["xy"]]
-            [(6,), (7,)]
+            >>> {name: tuple(part.shape) for name, part in loss.warm_state()["xy"].items()}
+            {'f': (6,), 'g': (7,), 'x': (6, 2), 'y': (7, 2), 'newton': ()}
         """
-        return {name: (p.f.clone(), p.g.clone()) for name, p in self._starts.items()}
+        return {name: self._start(name).as_dict() for name in self._starts}
 
-    def load_warm_state(self, state: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Put a `warm_state` back."""
-        self._starts = {name: Potentials(f.clone(), g.clone()) for name, (f, g) in state.items()}
+    def load_warm_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Put a `warm_state` back; its tensors are shared, and never changed.
+
+        A state of the last call's own clouds also restores what products with its plan had added.
+        """
+        self._starts = {name: WarmStart.from_dict(part) for name, part in state.items()}
+        self._live = {k: result for k, result in self._live.items() if self._is_start(k, result)}
+        for name, result in self._live.items():
+            result.linearized.resume(self._starts[name])
+
+    def _is_start(self, name: str, result: SinkhornResult) -> bool:
+        """Whether a result is what the start was made of: products with it go on adding to it."""
+        start = self._starts.get(name)
+        if start is None or not start.fits(result.problem) or start.x.shape != result.problem.x.shape:
+            return False
+        return torch.equal(start.potentials.f, result.f) and torch.equal(start.x, result.problem.x)
+
+    def _start(self, name: str) -> WarmStart:
+        """The start of the next call: the last one's, with what its products have found since."""
+        start, result = self._starts[name], self._live.get(name)
+        if result is None:
+            return start
+        plan = result.linearized
+        space = start.space if plan.deflation is None else plan.deflation.state
+        tangents = None if plan.tangents is None else Tangents(plan.tangents.blocks)
+        return replace(start, space=space, tangents=tangents)
 
     @contextlib.contextmanager
     def freeze(self) -> Iterator[None]:
@@ -183,11 +208,13 @@ class SinkhornLoss(torch.nn.Module):
             ...     bool(loss(x, y) == loss(x, y)), loss.warm_state()
             (True, {})
         """
-        before, self._frozen = self._frozen, True
+        before, live = self._frozen, self._live
+        self._starts = {name: self._start(name) for name in self._starts}
+        self._frozen, self._live = True, {}
         try:
             yield
         finally:
-            self._frozen = before
+            self._frozen, self._live = before, live
 
     def forward(self, *args: Any) -> Tensor:
         """``loss(x, y)`` or ``loss(a, x, b, y)``; (*batch) values.
@@ -242,22 +269,20 @@ class SinkhornLoss(torch.nn.Module):
 
     def _solve(self, name: str, problem: OTProblem, update: str) -> SinkhornResult:
         """Solve from the last potentials of the same sizes, and keep the new ones."""
-        init = self._starts.get(name) if self.warm_start and update != "self" else None
-        shapes = (*problem.batch_shape, problem.n), (*problem.batch_shape, problem.m)
-        if init is not None and (init.f.shape, init.g.shape) != shapes:
+        keeps = self.warm_start and update != "self"
+        init = self._start(name) if keeps and name in self._starts else None
+        if init is not None and not init.fits(problem):
             init = None
-        if init is not None and (init.f.dtype, init.f.device) != (problem.dtype, problem.device):
-            init = None
-        previous = self.last_terms.get(name)
         with torch.no_grad():
             result = sinkhorn(problem, init=init, update=update, **self.options)
-            if isinstance(previous, CrossTerm) and not self._frozen:
-                result.linearized.inherit(previous.result.linearized)
         self._total.add(result.counter.passes)
         result.counter.parent = self._total
         usable = float(result.errors.max()) < WORTHLESS
-        if self.warm_start and update != "self" and not self._frozen and usable:
-            self._starts[name] = result.potentials
+        if keeps and usable and not self._frozen:
+            x, y = problem.x.detach().clone(), problem.y.detach().clone()
+            self._starts[name] = WarmStart(result.potentials, x, y, newton=result.newton)
+            self._live[name] = result
+            result.linearized.tangents = Tangents()
         return result
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ot_newton.errors import Status
-from ot_newton.fixed_point import IterationInfo, Stage
+from ot_newton.fixed_point import IterationInfo
 from ot_newton.potentials import Biases, squared_norms
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter, PlanBackend
+from ot_newton.stage import Stage
 
 __all__ = ["BatchOptions", "BatchRun", "run_batch"]
 

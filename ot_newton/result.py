@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ot_newton.backends.select import get_backend
+from ot_newton.deflation import Deflation
 from ot_newton.errors import Status, check_choice, check_integer, check_number
 from ot_newton.fixed_point import IterationInfo
 from ot_newton.hessian import LinearizedPlan
 from ot_newton.operators.hessian_operator import HessianOperator, default_rtol
-from ot_newton.operators.plan import TransportPlan, linearize
+from ot_newton.operators.plan import TransportPlan, diagonal_preconditioner, linearize
 from ot_newton.operators.schur_operator import SchurComplement
 from ot_newton.potentials import Biases, Potentials, asked_marginal, biases_to_potentials, operands
 from ot_newton.problem import OTProblem
@@ -43,6 +45,8 @@ class SinkhornResult:
         history: one `IterationInfo` per check.
         backend: name of the backend.
         symmetric: solved as OT(x, x), with f = g.
+        newton: Newton on the dual finished it (some lane of it): Sinkhorn is slow here.
+        deflation: slow modes of the dual system that the solve found, where it had to; the Hessian's too.
 
     Example:
         >>> import torch, ot_newton as otn
@@ -68,6 +72,8 @@ class SinkhornResult:
     history: tuple[IterationInfo, ...] = field(repr=False)
     backend: str
     symmetric: bool = False
+    newton: bool = False
+    deflation: Deflation | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         """Status and the figures a user looks at first."""
@@ -154,7 +160,10 @@ class SinkhornResult:
     @cached_property
     def linearized(self) -> LinearizedPlan:
         """The plan with cached marginals and its second derivative; what the operators share."""
-        return linearize(self.problem, self.biases, self.backend, self.counter, symmetric=self.symmetric)
+        plan = linearize(self.problem, self.biases, self.backend, self.counter, symmetric=self.symmetric)
+        if self.deflation is not None and plan.deflation is not None:
+            plan.deflation = self.deflation
+        return plan
 
     @cached_property
     def plan(self) -> TransportPlan:
@@ -162,7 +171,12 @@ class SinkhornResult:
         return TransportPlan(self.linearized)
 
     def hessian(
-        self, wrt: str = "x", *, rtol: float | None = None, max_cg: int | None = None
+        self,
+        wrt: str = "x",
+        *,
+        rtol: float | None = None,
+        max_cg: int | None = None,
+        preconditioner: str | Callable[[Tensor], Tensor] | None = None,
     ) -> HessianOperator:
         """Hessian of OT in the points.
 
@@ -171,9 +185,14 @@ class SinkhornResult:
             rtol: tolerance of the inner Schur solve relative to its right-hand side; 1e-10 in float64,
                 1e-5 in float32.
             max_cg: cap on its CG steps; reaching it warns.
+            preconditioner: None, deflation alone; "diagonal", by the diagonal of the normalized Schur
+                complement (one plan pass), for eps so low that most rows of the plan have one entry; or a
+                block product (B,m,K) -> (B,m,K) with a positive definite approximation of the inverse of
+                `result.schur("y", normalized=True)`. "dense" factorizes and needs none.
 
         Raises:
             ValueError: a bad argument.
+            TypeError: a preconditioner of another kind.
 
         Example:
             >>> import torch, ot_newton as otn
@@ -186,8 +205,18 @@ class SinkhornResult:
         tolerance = default_rtol(self.problem.dtype) if rtol is None else check_number("rtol", rtol, high=1.0)
         cap = None if max_cg is None else check_integer("max_cg", max_cg, low=1)
         spread = 2.0 * self.problem.cost_scale
+        plan = self.linearized
+        if isinstance(preconditioner, str):
+            check_choice("preconditioner", preconditioner, ("diagonal",))
+            plan = plan.preconditioned(diagonal_preconditioner(plan))
+        elif preconditioner is not None:
+            if not callable(preconditioner):
+                raise TypeError(
+                    f'preconditioner must be "diagonal" or callable, got {type(preconditioner).__name__}'
+                )
+            plan = plan.preconditioned(preconditioner)
         return HessianOperator(
-            self.linearized,
+            plan,
             wrt,
             rtol=tolerance,
             max_cg=cap,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ot_newton.backends.select import choose_backend, get_backend
-from ot_newton.dual_newton import run_dual_newton
+from ot_newton.deflation import Deflation
+from ot_newton.dual_newton import continue_newton, run_dual_newton
 from ot_newton.errors import (
     ConvergenceWarning,
     PrecisionWarning,
@@ -20,11 +21,13 @@ from ot_newton.errors import (
     check_integer,
     check_number,
 )
-from ot_newton.fixed_point import FixedPoint, IterationInfo, SinkhornOptions, noise_floor, run_sinkhorn
+from ot_newton.fixed_point import FixedPoint, IterationInfo, SinkhornOptions, run_sinkhorn
 from ot_newton.potentials import Biases, Potentials, potentials_to_biases
 from ot_newton.problem import OTProblem, as_tensor
 from ot_newton.protocols import PassCounter, PlanBackend
 from ot_newton.result import SinkhornResult
+from ot_newton.stage import noise_floor
+from ot_newton.warm import WarmStart
 
 __all__ = ["sinkhorn", "start_biases", "tolerance"]
 
@@ -154,7 +157,8 @@ def sinkhorn(
     if update == "self":
         _check_self(problem)
     name = choose_backend(backend, problem.device, problem.n, problem.m, problem.lanes)
-    start = start_biases(problem, init)
+    warm = init if isinstance(init, WarmStart) else None
+    start = start_biases(problem, init if warm is None else warm.potentials)
     limit, floor = tolerance(problem, tol)
     counter = PassCounter()
     options = SinkhornOptions(
@@ -165,8 +169,11 @@ def sinkhorn(
         check_every=1 if problem.device.type == "cpu" else 10,
         callback=callback,
     )
+    own = get_backend(name)
+    deflation = None if own.name == "dense" else Deflation.carried(None if warm is None else warm.space)
     with _progress(progress, options) as watched:
-        end = _iterate(problem, get_backend(name), watched, counter, start, method)
+        run = _Run(problem, own, watched, counter, deflation)
+        end = run.iterate(method, start) if warm is None else run.go_on(method, warm, start)
     result = SinkhornResult(
         problem=problem,
         biases=end.biases,
@@ -179,6 +186,8 @@ def sinkhorn(
         history=end.history,
         backend=name,
         symmetric=update == "self",
+        newton=bool(end.slow.any()),
+        deflation=deflation if problem.lanes == 1 else None,
     )
     _warn(result, tol)
     return result
@@ -202,55 +211,60 @@ def _warn(result: SinkhornResult, tol: float | None) -> None:
     )
 
 
-def _iterate(
-    problem: OTProblem,
-    backend: PlanBackend,
-    options: SinkhornOptions,
-    counter: PassCounter,
-    start: Biases | None,
-    method: str,
-) -> FixedPoint:
-    """Sinkhorn, then Newton lane by lane where the method asks for it."""
-    plain = method == "sinkhorn" or options.tol == 0 or options.update != "alternating"
-    if method == "newton" and problem.lanes == 1:
-        return run_dual_newton(problem, backend, options, counter, start)
-    patience = math.inf if plain else (0.0 if method == "newton" else PATIENCE)
-    end = run_sinkhorn(problem, backend, replace(options, patience=patience), counter, start)
-    for lane in end.slow.nonzero()[:, 0].tolist():
-        end = _finish_lane(problem, backend, options, counter, end, lane)
-    return end
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """One solve: Sinkhorn, and Newton lane by lane where the method asks for it."""
 
+    problem: OTProblem
+    backend: PlanBackend
+    options: SinkhornOptions
+    counter: PassCounter
+    deflation: Deflation | None
 
-def _finish_lane(
-    problem: OTProblem,
-    backend: PlanBackend,
-    options: SinkhornOptions,
-    counter: PassCounter,
-    end: FixedPoint,
-    lane: int,
-) -> FixedPoint:
-    """Newton on one slow lane, from where Sinkhorn gave up."""
-    done = int(end.n_iter[lane])
-    left = replace(options, max_iter=max(1, options.max_iter - done))
-    own = Biases(end.biases.row[lane][None], end.biases.col[lane][None])
-    single = problem if problem.lanes == 1 else problem.lane(lane)
-    tail = run_dual_newton(single, backend, left, counter, own)
-    row, col = end.biases.row.clone(), end.biases.col.clone()
-    row[lane], col[lane] = tail.biases.row[0], tail.biases.col[0]
-    n_iter, error = end.n_iter.clone(), end.marginal_error.clone()
-    n_iter[lane] += tail.n_iter[0]
-    error[lane] = tail.marginal_error[0]
-    statuses = list(end.statuses)
-    statuses[lane] = tail.statuses[0]
-    shifted = tuple(replace(info, n_iter=info.n_iter + done) for info in tail.history)
-    return replace(
-        end,
-        biases=Biases(row, col),
-        n_iter=n_iter,
-        marginal_error=error,
-        statuses=tuple(statuses),
-        history=end.history + shifted,
-    )
+    def plain(self, method: str) -> bool:
+        """Whether Sinkhorn has the whole run to itself."""
+        return method == "sinkhorn" or self.options.tol == 0 or self.options.update != "alternating"
+
+    def iterate(self, method: str, start: Biases | None) -> FixedPoint:
+        """From a start or from nothing."""
+        if method == "newton" and not self.plain(method) and self.problem.lanes == 1:
+            return self.newton(start)
+        patience = math.inf if self.plain(method) else (0.0 if method == "newton" else PATIENCE)
+        options = replace(self.options, patience=patience)
+        end = run_sinkhorn(self.problem, self.backend, options, self.counter, start)
+        for lane in end.slow.nonzero()[:, 0].tolist():
+            end = self.finish(end, lane)
+        return end
+
+    def newton(self, start: Biases | None, fallback: Biases | None = None) -> FixedPoint:
+        """Newton on the dual of a single problem."""
+        return run_dual_newton(
+            self.problem,
+            self.backend,
+            self.options,
+            self.counter,
+            start,
+            deflation=self.deflation,
+            fallback=fallback,
+        )
+
+    def go_on(self, method: str, warm: WarmStart, start: Biases | None) -> FixedPoint:
+        """From a warm start: with its potentials moved along, and by Newton where that has been the way."""
+        moved = warm.predict(self.problem)
+        predicted = start if moved is None else start_biases(self.problem, moved)
+        slow = method == "newton" or (method == "auto" and warm.newton)
+        if slow and not self.plain(method) and self.problem.lanes == 1:
+            return self.newton(predicted, None if moved is None else start)
+        return self.iterate(method, predicted)
+
+    def finish(self, end: FixedPoint, lane: int) -> FixedPoint:
+        """Newton on one slow lane, from where Sinkhorn gave up."""
+        single = self.problem if self.problem.lanes == 1 else self.problem.lane(lane)
+        direct = self.backend.name == "dense"
+        own = self.deflation if direct or self.problem.lanes == 1 else Deflation()
+        begun = replace(end.lane(lane), history=())
+        tail = continue_newton(single, begun, self.options, self.counter, direct=direct, deflation=own)
+        return end.with_lane(lane, tail)
 
 
 class _progress:  # noqa: N801

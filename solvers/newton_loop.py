@@ -71,6 +71,7 @@ class NewtonLoop:
 
     def _restore(self, state: NewtonState) -> None:
         _ = self.point.value, self.point.grad
+        self.point.settle(state.settled)
         for name, count in state.counters.items():
             setattr(self.objective, name, count)
         for name in RESTORED:
@@ -94,6 +95,7 @@ class NewtonLoop:
             linear=self.objective.all_products_zero,
             history=[record.as_dict() for record in self.history],
             warm=self.point.warm,
+            settled=self.point.settled,
             monitor=None if monitor is None else monitor.state_dict(),
             estimate=None if self.estimate is None else self.estimate.as_dict(vector=True),
         )

@@ -65,6 +65,7 @@ class Objective:
         n_fun: evaluations of the value.
         n_grad: evaluations of the gradient.
         n_hvp: Hessian-vector products; a block of k counts k.
+        latest: the point evaluated last, which the loss's warm start speaks of.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Objective:
         self.n = like.numel()
         self.has_pair = hasattr(loss, "value_and_grad")
         self.n_fun = self.n_grad = self.n_hvp = 0
+        self.latest: Point | None = None
         self.vmap_works = True
         self.all_products_zero = True
         self.linear_checked = False
@@ -172,6 +174,12 @@ class Point:
         """The point `x` `(N,)`, whose evaluation starts warm from here."""
         return Point(self.objective, x.detach(), self.settled)
 
+    def settle(self, state: Any) -> None:
+        """Put back what products here had added to the loss's warm-start state; None leaves it."""
+        if state is not None:
+            self.settled = state
+            self.objective.load_warm_state(state)
+
     def _begin(self) -> None:
         """Count an evaluation and put the warm start in place."""
         self.objective.n_fun += 1
@@ -182,6 +190,7 @@ class Point:
     def _end(self) -> None:
         """Keep what the loss says about this evaluation: after the next one it speaks of another."""
         self.settled = self.objective.warm_state()
+        self.objective.latest = self
         self.noise_floor = self.objective.floor("noise_floor", self._shaped)
         self.value_noise = self.objective.floor("value_noise", self._shaped)
 
@@ -253,6 +262,9 @@ class Point:
         def counted(v: Tensor) -> Tensor:
             product = inner(v)
             objective.count_product(v, product)
+            if objective.latest is self:
+                # The loss may have learned from the product where to start the next evaluation.
+                self.settled = objective.warm_state()
             return product
 
         return LinearMap(

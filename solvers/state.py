@@ -11,8 +11,8 @@ from torch import Tensor
 
 __all__ = ["NewtonState"]
 
-FORMAT = 2
-HEAVY = ("x", "history", "warm", "monitor", "estimate", "escape")
+FORMAT = 3
+HEAVY = ("x", "history", "warm", "settled", "monitor", "estimate", "escape")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,7 @@ class NewtonState:
         linear: every product so far was zero.
         history: rows, as plain dictionaries.
         warm: the loss's warm-start state before its evaluation at ``x``.
+        settled: that state now, with what products at ``x`` have added to it.
         monitor: state of the monitor.
         estimate: the last `EigenEstimate` as a dictionary, None before the first.
         escape: phase, switches and optimizer of a `SaddleEscape` run; None for `NewtonCG`.
@@ -71,6 +72,7 @@ class NewtonState:
     linear: bool
     history: list[dict[str, Any]] = field(repr=False)
     warm: Any = field(default=None, repr=False)
+    settled: Any = field(default=None, repr=False)
     monitor: dict[str, Any] | None = field(default=None, repr=False)
     estimate: dict[str, Any] | None = field(default=None, repr=False)
     escape: dict[str, Any] | None = field(default=None, repr=False)

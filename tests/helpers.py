@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ot_newton as otn
-from ot_newton.fixed_point import noise_floor
+from ot_newton.stage import noise_floor
 from tests.generators import Case
 
 __all__ = ["BACKENDS", "dense_hessian", "problem_of", "rounded", "solve", "tight"]

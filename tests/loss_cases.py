@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ot_newton as otn
-from ot_newton.fixed_point import noise_floor
+from ot_newton.stage import noise_floor
 from tests.generators import Case
 from tests.helpers import problem_of
 from tests.tolerances import to_numpy

@@ -97,14 +97,13 @@ def test_dual_value_never_decreases(case: Case, backend: str, monkeypatch: pytes
     problem = problem_of(case)
     values: list[float] = []
 
-    def watch(self: Any, *args: Any) -> Any:
-        biases = self.state.biases
+    def watch(self: Any, state: Any) -> Any:
         result = otn.SinkhornResult(
             problem=problem,
-            biases=biases,
+            biases=state.biases,
             statuses=(Status.MAX_ITER,),
-            iterations=self.state.n_iter,
-            errors=self.state.marginal_error,
+            iterations=torch.tensor([self.iteration]),
+            errors=torch.tensor([state.error]),
             noise_floor=0.0,
             tol=0.0,
             counter=self.counter,
@@ -112,7 +111,7 @@ def test_dual_value_never_decreases(case: Case, backend: str, monkeypatch: pytes
             backend=backend,
         )
         values.append(float(result.value))
-        return judge(self, *args)
+        return judge(self, state)
 
     judge = dual_newton._Newton.terminate
     monkeypatch.setattr(dual_newton._Newton, "terminate", watch)

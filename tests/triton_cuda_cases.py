@@ -10,8 +10,9 @@ import torch
 
 import ot_newton as otn
 from ot_newton.backends.triton_kernels.launch import TritonBackend
-from ot_newton.fixed_point import SinkhornOptions, Stage, _Run
+from ot_newton.fixed_point import SinkhornOptions, _Run
 from ot_newton.protocols import PassCounter
+from ot_newton.stage import Stage
 from tests.bound import draw, wide
 from tests.conformance import BACKEND_CHECKS
 from tests.conformance_backend import _assert_product

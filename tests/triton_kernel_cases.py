@@ -172,7 +172,8 @@ class _NoSync(TorchDispatchMode):
 @pytest.mark.parametrize("rho", [None, 0.7])
 def test_no_synchronization_inside_an_iteration(update: str, rho: float | None) -> None:
     import ot_newton as otn
-    from ot_newton.fixed_point import SinkhornOptions, Stage, _Run
+    from ot_newton.fixed_point import SinkhornOptions, _Run
+    from ot_newton.stage import Stage
 
     problem = otn.OTProblem(torch.randn(2, 9, 3), torch.randn(2, 11, 3), eps=1.0, rho_x=rho)
     options = SinkhornOptions(tol=1e-3, max_iter=50, update=update, check_every=10)

@@ -130,7 +130,7 @@ def newton_row(n: int, d: int, eps: float, seed: int, *, steps: int = 10) -> Row
         loss = PositionLoss(y, full, eps, method=method, tol=1e-8, rtol=1e-6)
         start = time.perf_counter()
         # Deflation is on by default in the dual Newton too: there is no public switch.
-        undeflated = mock.patch("ot_newton.dual_newton.Deflation", lambda: None)
+        undeflated = mock.patch("ot_newton.solve.Deflation.carried", lambda state: None)
         with warnings.catch_warnings(), contextlib.nullcontext() if full else undeflated:
             warnings.simplefilter("ignore")
             solver = NewtonCG(loss, max_iter=steps, gtol=1e-8)

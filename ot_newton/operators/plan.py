@@ -42,7 +42,7 @@ def linearize(
 def diagonal_preconditioner(linearized: LinearizedPlan) -> Callable[[Tensor], Tensor]:
     """Division by `diag(S^)_j = 1 - sum_i P_ij^2 / (D_r k_x)_i / (D_c k_y)_j`: a Schur preconditioner.
 
-    Set it as ``linearized.preconditioner`` before the first product.
+    What ``result.hessian(preconditioner="diagonal")`` uses.
 
     The sums are a transport with doubled exponents: one plan pass. It helps where eps is so low that most
     rows of the plan have one entry; deflation does more elsewhere.
