@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +92,10 @@ def certify(
     """
     objective = point.objective
     n = objective.n
+    floor = objective.floor("hvp_noise_floor", point.x)
+    if not (math.isfinite(floor) and math.isfinite(point.noise_floor)):
+        note = f"the loss reports no finite noise floor, got {max(floor, point.noise_floor):g}"
+        return Certificate(Status.UNDETERMINED, None, note)
     rescue = max_steps is None and dense_below < n <= DENSE_AT_MOST
     if max_steps is None:
         max_steps = max(n // 4, 1) if rescue else min(n, LANCZOS_CAP)
@@ -99,7 +104,7 @@ def certify(
         "tol": 1e-2,
         "seed": seed,
         "nullspace": nullspace,
-        "noise_floor": objective.floor("hvp_noise_floor", point.x),
+        "noise_floor": floor,
         "relative_noise": objective.relative_noise,
         "max_steps": max_steps,
     }

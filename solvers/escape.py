@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -286,10 +287,13 @@ class _Run:
 
     def _probe(self) -> EigenEstimate | None:
         loop = self.loop
+        floor = self.objective.floor("hvp_noise_floor", loop.point.x)
+        if not math.isfinite(floor):
+            return None  # a probe could tell nothing
         record = self.monitor.probe(
             loop.n_iter,
             loop.point.hessian,
-            noise_floor=self.objective.floor("hvp_noise_floor", loop.point.x),
+            noise_floor=floor,
             relative_noise=self.objective.relative_noise,
         )
         if record is None:

@@ -112,10 +112,11 @@ class Objective:
         return int(getattr(self.loss, "plan_passes", 0))
 
     def floor(self, name: str, x: Tensor) -> float:
-        """An optional floor of the loss (``noise_floor``, ``value_noise``, ``hvp_noise_floor``)."""
+        """A floor of the loss by name, such as ``noise_floor``: 0 without one; nan counts as inf."""
         given = getattr(self.loss, name, None)
         number = given(x.reshape(self.shape)) if callable(given) else given
-        return 0.0 if number is None else float(number)
+        found = 0.0 if number is None else float(number)
+        return math.inf if math.isnan(found) else found
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:

@@ -304,3 +304,21 @@ def test_only_its_own_state_is_taken_up():
         SaddleEscape(rosenbrock).minimize(resume={"x": 1})
     with pytest.raises(ValueError, match="x0 must be given"):
         SaddleEscape(rosenbrock).minimize()
+
+
+@pytest.mark.parametrize("floor", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["noise_floor", "hvp_noise_floor"])
+@pytest.mark.parametrize("solver", [NewtonCG, SaddleEscape])
+def test_a_loss_that_cannot_bound_its_noise_gets_no_verdict(solver, name, floor):
+    """A failed inner solve may report an infinite floor: a status and a warning, not an error."""
+
+    class Loss:
+        def __call__(self, x):
+            return ((x**2 - 1) ** 2).sum()
+
+    loss = Loss()
+    setattr(loss, name, floor)
+    with pytest.warns(ConvergenceWarning, match="reports no finite noise floor"):
+        result = solver(loss).minimize(torch.full((3,), 0.1, dtype=torch.float64))
+    assert result.status is Status.UNDETERMINED
+    assert not result.success
