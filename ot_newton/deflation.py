@@ -53,6 +53,7 @@ class Deflation:
         size: vectors held now.
         values: their Ritz values (p,).
         harvests: solves harvested for the current plan.
+        hard: whether a solve has taken so long that a diagonal preconditioner is worth its pass.
         lenient: whether the dual Newton may try it as an approximate inverse: it has just been made, or no
             try has failed.
     """
@@ -60,7 +61,7 @@ class Deflation:
     def __init__(self, max_vectors: int = MAX_VECTORS, budget: int = BUDGET_BYTES) -> None:
         self.max_vectors, self.budget = max_vectors, budget
         self.harvests = 0
-        self.lenient = False
+        self.hard = self.lenient = False
         self.basis: Tensor | None = None
         self.values: Tensor | None = None
         self.products: Tensor | None = None

@@ -170,6 +170,7 @@ class _Dual:
             balanced=problem.balanced,
             direct=self.direct,
             deflation=self.deflation,
+            squared=lambda: stage.squared_plan(biases.row, biases.col),
         )
         inverse = safe_inverse(dr)
         rhs = gap_y - plan.apply((inverse * gap_x)[:, :, None], 0)[:, :, 0]

@@ -42,6 +42,7 @@ class PlanCaches:
         preconditioner: of the Schur solve's CG, for its normalized system; set before the first product.
         centre_weights: remove the mean of derivatives in the weights (hard sides: the simplex's tangent).
         tangents: where products leave the responses of the potentials, None to forget them.
+        squared: makes the plan with its entries squared, for the diagonal of the Schur complement.
         source: name of the backend and biases the plan was made of, where it may have to be made again.
     """
 
@@ -65,6 +66,7 @@ class PlanCaches:
         self.deflation: Deflation | None = None if direct else Deflation()
         self.preconditioner: Callable[[Tensor], Tensor] | None = None
         self.tangents: Tangents | None = None
+        self.squared: Callable[[], Plan] | None = None
         self.source: tuple[str, Biases] | None = None
         self.swapped = swapped
         self.centre_weights = problem.balanced
@@ -80,6 +82,7 @@ class PlanCaches:
             other = TransposedPlan(self.plan)
             self._swap = type(self)(self.problem, other, self.counter, direct=self.direct, swapped=True)
             self._swap._swap = self
+            self._swap.squared = self._squared_transposed if self.squared is not None else None
         return cast("Self", self._swap)
 
     def preconditioned(self, preconditioner: Callable[[Tensor], Tensor]) -> Self:
@@ -120,8 +123,13 @@ class PlanCaches:
                 direct=self.direct,
                 deflation=self.deflation,
                 preconditioner=self.preconditioner,
+                squared=self.squared,
             )
         return self._system
+
+    def _squared_transposed(self) -> Plan:
+        assert self.squared is not None
+        return TransposedPlan(self.squared())
 
     def gradient(self) -> Tensor:
         """`dOT/dx (B,n,d)`; that in y is ``swap.gradient()``."""

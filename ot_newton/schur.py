@@ -21,6 +21,7 @@ __all__ = ["SchurSolve", "SchurSystem", "SelfSystem", "safe_inverse"]
 DEFAULT_MAX_CG = 2000
 CG_NOISE = 1.0 / 32.0
 DIRECT_CUTOFF = 32.0
+HARD_STEPS = 8
 CHOLESKY_MARGIN = 1e4
 
 
@@ -89,6 +90,7 @@ class SchurSystem:
         direct: assemble and factorize (dense plans), else CG.
         deflation: space of slow modes to remove and to feed, None for plain CG.
         preconditioner: block product with a positive definite approximation of the inverse of `S^`, for CG.
+        squared: the plan with its entries squared; where solves are hard, it makes CG's preconditioner.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class SchurSystem:
         direct: bool,
         deflation: Deflation | None = None,
         preconditioner: Callable[[Tensor], Tensor] | None = None,
+        squared: Callable[[], Plan] | None = None,
     ) -> None:
+        self.squared = squared
         self.plan, self.balanced, self.direct, self.deflation = plan, balanced, direct, deflation
         self.preconditioner = preconditioner
         self.diag = c * relax[1]
@@ -119,6 +123,16 @@ class SchurSystem:
     def normalized_matmat(self, z: Tensor) -> Tensor:
         """`S^ Z`."""
         return self.half_inverse * self.matmat(self.half_inverse * z)
+
+    def diagonal(self, squared: Plan) -> Callable[[Tensor], Tensor]:
+        """Division by `diag(S^)_j = 1 - sum_i P_ij^2 / (D_r k_x)_i / (D_c k_y)_j`: one plan pass.
+
+        Args:
+            squared: the plan with its entries squared.
+        """
+        diagonal = 1 - squared.apply(self.row_inverse, 0) * self.half_inverse.square()
+        inverse = 1 / diagonal.clamp_min(torch.finfo(diagonal.dtype).eps ** 0.5)
+        return lambda v: inverse * v
 
     def project(self, z: Tensor) -> Tensor:
         """Remove the null vector (both sides hard) and the atoms of zero weight."""
@@ -155,6 +169,9 @@ class SchurSystem:
             space.attach(self)
             if space.explores(b):
                 first, b, steps = space.explore(self, b, rtol, max_cg)
+                space.hard = steps > HARD_STEPS
+            if space.hard and self.preconditioner is None and self.squared is not None:
+                self.preconditioner = self.diagonal(self.squared())
         active = space is not None and space.size > 0
         start = space.remove(b) if space is not None and active else b
         reduced = start.square().sum(1, keepdim=True).sqrt()
@@ -179,6 +196,8 @@ class SchurSystem:
         z = first + (space.complete(result.x, b) if space is not None and active else result.x)
         if space is not None and record:
             space.harvest(result)
+        if space is not None:
+            space.hard = space.hard or int(result.iterations.max()) > HARD_STEPS
         share = (reduced / torch.where(size > 0, size, torch.ones_like(size))).squeeze(1)
         idle = result.reason == int(CGReason.ZERO_RHS)
         scaled = torch.where(idle, share, result.residual * share)

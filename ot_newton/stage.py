@@ -11,13 +11,14 @@ and `r_i = a_i 2^(w_i + L_i)`: the row marginal comes for free with the next upd
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ot_newton.potentials import operands, squared_norms
 from ot_newton.problem import OTProblem
-from ot_newton.protocols import PassCounter, PlanBackend, Tiles
+from ot_newton.protocols import PassCounter, Plan, PlanBackend, Tiles
 
 __all__ = ["Side", "Stage", "noise_floor"]
 
@@ -82,8 +83,8 @@ class Side:
 class Stage:
     """The lanes of a problem bound at one eps: their tiles and both marginals."""
 
-    def __init__(self, tiles: Tiles, x: Side, y: Side, eps: float) -> None:
-        self.tiles, self.x, self.y, self.eps = tiles, x, y, eps
+    def __init__(self, tiles: Tiles, x: Side, y: Side, eps: float, squared: Callable[[], Tiles]) -> None:
+        self.tiles, self.x, self.y, self.eps, self.squared = tiles, x, y, eps, squared
 
     @classmethod
     def bind(cls, problem: OTProblem, backend: PlanBackend, counter: PassCounter, eps: float) -> Stage:
@@ -93,11 +94,17 @@ class Stage:
         norm_x, norm_y = squared_norms(problem, eps)
         x = Side(c.a, norm_x, problem.rho_x, eps, c.a.double().sum(-1))
         y = Side(c.b, norm_y, problem.rho_y, eps, c.b.double().sum(-1))
-        return cls(backend.bind(q, k, counter), x, y, eps)
+        return cls(backend.bind(q, k, counter), x, y, eps, lambda: backend.bind(q, 2 * k, counter))
 
     def take(self, lanes: Tensor) -> Stage:
         """Some of the lanes, nothing computed again."""
-        return Stage(self.tiles.take(lanes), self.x.take(lanes), self.y.take(lanes), self.eps)
+        x, y = self.x.take(lanes), self.y.take(lanes)
+        return Stage(self.tiles.take(lanes), x, y, self.eps, lambda: self.squared().take(lanes))
+
+    def squared_plan(self, w: Tensor, u: Tensor) -> Plan:
+        """The plan with its entries squared: doubled exponents and squared weights."""
+        a, b = self.x.weight, self.y.weight
+        return self.squared().plan(2 * w, 2 * u, a * a, b * b)
 
     def two_sided(self, w: Tensor, u: Tensor) -> Tensor:
         """(B,) larger L1 error of both marginals, from products with the plan: two passes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ot_newton.backends.select import get_backend
@@ -13,7 +12,7 @@ from ot_newton.hessian import LinearizedPlan
 from ot_newton.operators.base import PlanOperator
 from ot_newton.potentials import Biases, operands
 from ot_newton.problem import OTProblem
-from ot_newton.protocols import PassCounter
+from ot_newton.protocols import PassCounter, Plan
 from ot_newton.schur import safe_inverse
 
 __all__ = ["TransportPlan", "diagonal_preconditioner", "linearize"]
@@ -36,35 +35,30 @@ def linearize(
     plan = get_backend(backend).bind(q, k, counter).plan(biases.row, biases.col, c.a, c.b)
     out = LinearizedPlan(problem, plan, counter, direct=backend == "dense", symmetric=symmetric)
     out.source = (backend, biases)
+
+    def squared() -> Plan:
+        tiles = get_backend(backend).bind(q, 2 * k, counter)
+        return tiles.plan(2 * biases.row, 2 * biases.col, c.a * c.a, c.b * c.b)
+
+    out.squared = squared
     return out
 
 
 def diagonal_preconditioner(linearized: LinearizedPlan) -> Callable[[Tensor], Tensor]:
-    """Division by `diag(S^)_j = 1 - sum_i P_ij^2 / (D_r k_x)_i / (D_c k_y)_j`: a Schur preconditioner.
+    """Division by the diagonal of the normalized Schur complement, as `result.hessian` takes it.
 
-    What ``result.hessian(preconditioner="diagonal")`` uses.
-
-    The sums are a transport with doubled exponents: one plan pass. It helps where eps is so low that most
-    rows of the plan have one entry; deflation does more elsewhere.
+    Its sums are a transport with doubled exponents: one plan pass. Deflated solves that take more than 8 CG
+    steps use it by themselves.
 
     Args:
-        linearized: an unswapped plan, as `linearize` makes it.
+        linearized: a plan as `linearize` makes it, or its swap.
 
     Raises:
-        ValueError: a plan without a source, such as a swapped one.
+        ValueError: a bare plan, whose entries cannot be squared.
     """
-    if linearized.source is None:
-        raise ValueError("linearized must be a plan made by linearize, got a swapped or bare one")
-    backend, biases = linearized.source
-    q, k = operands(linearized.problem, linearized.eps)
-    tiles = get_backend(backend).bind(q, 2 * k, linearized.counter)
-    a, b = linearized.a, linearized.b
-    squared = tiles.plan(2 * biases.row, 2 * biases.col, a * a, b * b)
-    rows = safe_inverse(linearized.rows()[0] * linearized.relax[0])
-    columns = safe_inverse(linearized.columns()[0] * linearized.relax[1])
-    diagonal = 1 - squared.apply(rows[:, :, None], 0) * columns[:, :, None]
-    inverse = 1 / diagonal.clamp_min(torch.finfo(diagonal.dtype).eps ** 0.5)
-    return lambda v: inverse * v
+    if linearized.squared is None:
+        raise ValueError("linearized must be a plan made by linearize, got a bare one")
+    return linearized.system().diagonal(linearized.squared())
 
 
 class TransportPlan(PlanOperator):
