@@ -150,6 +150,10 @@ class Deflation:
         assert self.basis is not None and self.values is not None
         return self.basis @ ((1.0 / self.values - 1.0)[None, :, None] * (self.basis.mT @ v))
 
+    def judge(self, b: Tensor, long: bool) -> None:
+        """Remember that a solve took long; small systems are left alone, see `record_steps`."""
+        self.hard = self.hard or (long and b.shape[1] > SMALL)
+
     def attach(self, system: SchurSystem) -> None:
         """Make the space that of this system: after a change of plan, re-orthogonalize and re-apply."""
         if self._owner is system:

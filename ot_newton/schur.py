@@ -169,7 +169,7 @@ class SchurSystem:
             space.attach(self)
             if space.explores(b):
                 first, b, steps = space.explore(self, b, rtol, max_cg)
-                space.hard = steps > HARD_STEPS
+                space.judge(b, steps > HARD_STEPS)
             if space.hard and self.preconditioner is None and self.squared is not None:
                 self.preconditioner = self.diagonal(self.squared())
         active = space is not None and space.size > 0
@@ -197,7 +197,7 @@ class SchurSystem:
         if space is not None and record:
             space.harvest(result)
         if space is not None:
-            space.hard = space.hard or int(result.iterations.max()) > HARD_STEPS
+            space.judge(b, int(result.iterations.max()) > HARD_STEPS)
         share = (reduced / torch.where(size > 0, size, torch.ones_like(size))).squeeze(1)
         idle = result.reason == int(CGReason.ZERO_RHS)
         scaled = torch.where(idle, share, result.residual * share)

@@ -17,7 +17,7 @@ from ot_newton.operators.plan import diagonal_preconditioner, linearize
 from ot_newton.schur import SchurSystem
 from tests.generators import seeded
 from tests.helpers import problem_of
-from tests.tolerances import relative_error, to_numpy
+from tests.tolerances import assert_close, relative_error, to_numpy
 
 N = 160
 RTOL = 1e-8
@@ -396,6 +396,34 @@ def test_any_preconditioner_is_used() -> None:
     assert true_residual(plan.system(), found.w, rhs).max() <= 2e-6
 
 
-def test_diagonal_of_a_swapped_plan_is_refused() -> None:
-    with pytest.raises(ValueError, match="linearized"):
-        diagonal_preconditioner(plan_of(1.0, d=2).swap)
+@pytest.mark.parametrize("rho", [(None, None), (0.5, None)], ids=str)
+def test_diagonal_of_both_sides(rho: tuple[Any, Any]) -> None:
+    """Against the dense matrix of each side; a plan that cannot be squared is refused."""
+    case = seeded(30, 25, 2, 0.05, rho_x=rho[0], rho_y=rho[1])
+    result = otn.sinkhorn(problem_of(case), backend="cpu", tol=1e-10)
+    for side, plan in (("y", result.linearized), ("x", result.linearized.swap)):
+        wanted = torch.diagonal(result.schur(side, normalized=True).to_dense())
+        size = plan.y.shape[1]
+        found = diagonal_preconditioner(plan)(torch.ones(1, size, 1, dtype=torch.float64))
+        assert_close(1 / found[0, :, 0], wanted, "gradient")
+    bare = LinearizedPlan(result.problem, result.linearized.plan, result.counter, direct=False)
+    with pytest.raises(ValueError, match="linearized must be a plan made by linearize, got a bare one"):
+        diagonal_preconditioner(bare)
+
+
+def test_hard_solves_take_the_diagonal_by_themselves() -> None:
+    """At low eps the second product is far shorter than the first; easy ones never pay for the diagonal."""
+    case = seeded(300, 300, 8, 0.01)
+    result = otn.sinkhorn(problem_of(case), backend="cpu", tol=1e-6, method="newton")
+    plan = linearize(result.problem, result.biases, "cpu", result.counter)
+    assert plan.deflation is not None
+    solve(plan.system(), right_hand_sides(plan.system(), 1), 1e-6)
+    assert plan.deflation.hard
+    assert plan.system().preconditioner is not None
+    rhs = right_hand_sides(plan.system(), 1, seed=9)
+    found = solve(plan.system(), rhs, 1e-6)
+    assert found.iterations <= 25
+    assert true_residual(plan.system(), found.w, rhs).max() <= 1.1e-6
+    easy = plan_of(1.0, d=2)
+    solve(easy.system(), right_hand_sides(easy.system(), 1), 1e-6)
+    assert easy.system().preconditioner is None
