@@ -142,7 +142,7 @@ class Deflation:
                 break
             block = applied
         if steps >= MIN_BLOCK_STEPS:
-            self._set(basis, products)
+            self._set(*_slowest(basis, products, system.metric(steps), self.max_vectors))
         return z, left, steps
 
     def amplify(self, v: Tensor) -> Tensor:
@@ -242,6 +242,22 @@ class Deflation:
         vectors = torch.linalg.solve_triangular(factor.L.mT, vectors, upper=True, left=False)
         products = torch.linalg.solve_triangular(factor.L.mT, products, upper=True, left=False)
         self._set(vectors, products)
+
+
+def _slowest(basis: Tensor, products: Tensor, metric: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """Orthonormal basis, with its products, of the slowest modes in a space, `S^ u = t J u` for a metric J.
+
+    CG preconditioned by J is slow where t is small; that is what deflation is to take away then.
+    """
+    if metric is None:
+        return basis, products
+    gram = basis.mT @ products
+    factor = torch.linalg.cholesky(basis.mT @ (metric * basis))
+    half = torch.linalg.solve_triangular(factor, (gram + gram.mT) / 2, upper=False)
+    values, vectors = torch.linalg.eigh(torch.linalg.solve_triangular(factor, half.mT, upper=False))
+    chosen = torch.linalg.solve_triangular(factor.mT, vectors[:, :, :count], upper=True)
+    chosen = torch.linalg.qr(chosen)[0]
+    return basis @ chosen, products @ chosen
 
 
 def _block_width(b: Tensor) -> int:

@@ -124,15 +124,22 @@ class SchurSystem:
         """`S^ Z`."""
         return self.half_inverse * self.matmat(self.half_inverse * z)
 
-    def diagonal(self, squared: Plan) -> Callable[[Tensor], Tensor]:
-        """Division by `diag(S^)_j = 1 - sum_i P_ij^2 / (D_r k_x)_i / (D_c k_y)_j`: one plan pass.
+    def diagonal(self, squared: Plan) -> Tensor:
+        """`diag(S^)_j = 1 - sum_i P_ij^2 / (D_r k_x)_i / (D_c k_y)_j` (B,m,1), kept off 0: one plan pass.
 
         Args:
             squared: the plan with its entries squared.
         """
         diagonal = 1 - squared.apply(self.row_inverse, 0) * self.half_inverse.square()
-        inverse = 1 / diagonal.clamp_min(torch.finfo(diagonal.dtype).eps ** 0.5)
-        return lambda v: inverse * v
+        return diagonal.clamp_min(torch.finfo(diagonal.dtype).eps ** 0.5)
+
+    def metric(self, steps: int) -> Tensor | None:
+        """The diagonal, from now on CG's preconditioner, after a solve that took long; else None."""
+        if steps <= HARD_STEPS or self.preconditioner is not None or self.squared is None:
+            return None
+        diagonal = self.diagonal(self.squared())
+        self.preconditioner = lambda v: v / diagonal
+        return diagonal
 
     def project(self, z: Tensor) -> Tensor:
         """Remove the null vector (both sides hard) and the atoms of zero weight."""
@@ -170,8 +177,8 @@ class SchurSystem:
             if space.explores(b):
                 first, b, steps = space.explore(self, b, rtol, max_cg)
                 space.judge(b, steps > HARD_STEPS)
-            if space.hard and self.preconditioner is None and self.squared is not None:
-                self.preconditioner = self.diagonal(self.squared())
+            if space.hard:
+                self.metric(HARD_STEPS + 1)
         active = space is not None and space.size > 0
         start = space.remove(b) if space is not None and active else b
         reduced = start.square().sum(1, keepdim=True).sqrt()

@@ -58,7 +58,8 @@ def diagonal_preconditioner(linearized: LinearizedPlan) -> Callable[[Tensor], Te
     """
     if linearized.squared is None:
         raise ValueError("linearized must be a plan made by linearize, got a bare one")
-    return linearized.system().diagonal(linearized.squared())
+    diagonal = linearized.system().diagonal(linearized.squared())
+    return lambda v: v / diagonal
 
 
 class TransportPlan(PlanOperator):
