@@ -303,9 +303,10 @@ class _Newton:
         if state.row is None or state.col is None:
             state = self.dual.at(state.biases, state.row, state.col)
         assert state.row is not None
+        assert state.col is not None
         device = state.row.device
         return FixedPoint(
-            state.biases,
+            self._conjugate(state.biases, state.row, state.col),
             self.dual.stage,
             (status,),
             torch.tensor([self.iteration], device=device),
@@ -313,6 +314,14 @@ class _Newton:
             tuple(self.history),
             torch.ones(1, dtype=torch.bool, device=device),
             (state.row, state.col),
+        )
+
+    def _conjugate(self, biases: Biases, row: Tensor, col: Tensor) -> Biases:
+        """Potentials of atoms without mass, which no step moves: the best for the other side."""
+        x, y = self.dual.stage.x, self.dual.stage.y
+        return Biases(
+            torch.where(x.weight > 0, biases.row, x.update(row)),
+            torch.where(y.weight > 0, biases.col, y.update(col)),
         )
 
 
