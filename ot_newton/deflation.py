@@ -218,8 +218,13 @@ class Deflation:
         assert self.basis is not None and self.products is not None and self.inverse is not None
         return z + self.basis @ (self.inverse @ (self.basis.mT @ b - self.products.mT @ z))
 
-    def harvest(self, result: CGResult) -> None:
-        """Add the recorded Krylov basis, keep the slowest Ritz vectors; no plan pass."""
+    def harvest(self, result: CGResult, metric: Tensor | None = None) -> None:
+        """Add the recorded Krylov basis, keep the slowest Ritz vectors; no plan pass.
+
+        Args:
+            result: of a CG on this space's system.
+            metric: diagonal that preconditioned it.
+        """
         self.harvests += 1
         if len(result.path) < MIN_STEPS:
             return
@@ -241,7 +246,7 @@ class Deflation:
             return
         vectors = torch.linalg.solve_triangular(factor.L.mT, vectors, upper=True, left=False)
         products = torch.linalg.solve_triangular(factor.L.mT, products, upper=True, left=False)
-        self._set(vectors, products)
+        self._set(*_slowest(vectors, products, metric, self.max_vectors))
 
 
 def _slowest(basis: Tensor, products: Tensor, metric: Tensor | None, count: int) -> tuple[Tensor, Tensor]:

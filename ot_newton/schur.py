@@ -107,6 +107,7 @@ class SchurSystem:
         squared: Callable[[], Plan] | None = None,
     ) -> None:
         self.squared = squared
+        self.jacobi: Tensor | None = None
         self.plan, self.balanced, self.direct, self.deflation = plan, balanced, direct, deflation
         self.preconditioner = preconditioner
         self.diag = c * relax[1]
@@ -138,7 +139,7 @@ class SchurSystem:
         if steps <= HARD_STEPS or self.preconditioner is not None or self.squared is None:
             return None
         diagonal = self.diagonal(self.squared())
-        self.preconditioner = lambda v: v / diagonal
+        self.jacobi, self.preconditioner = diagonal, lambda v: v / diagonal
         return diagonal
 
     def project(self, z: Tensor) -> Tensor:
@@ -184,8 +185,9 @@ class SchurSystem:
         reduced = start.square().sum(1, keepdim=True).sqrt()
         relative = rtol * size / torch.where(reduced > 0, reduced, torch.ones_like(reduced))
         start = torch.where(reduced <= rtol * size, torch.zeros_like(start), start)
-        # Preconditioned residuals are not orthogonal: their Krylov space is left alone.
-        record = 0 if space is None or self.preconditioner is not None else space.record_steps(b)
+        # A preconditioner of the user's has a metric that is not known: its Krylov space is left alone.
+        known = self.preconditioner is None or self.jacobi is not None
+        record = space.record_steps(b) if space is not None and known else 0
         result = conjugate_gradient(
             space.deflated(self.normalized_matmat)
             if space is not None and active
@@ -198,11 +200,11 @@ class SchurSystem:
             norm_estimate=1.0,
             refresh=25 if b.dtype == torch.float32 else 100,
             record=record,
-            reorthogonalize=record > 0,
+            reorthogonalize=record > 0 and self.preconditioner is None,
         )
         z = first + (space.complete(result.x, b) if space is not None and active else result.x)
         if space is not None and record:
-            space.harvest(result)
+            space.harvest(result, self.jacobi)
         if space is not None:
             space.judge(b, int(result.iterations.max()) > HARD_STEPS)
         share = (reduced / torch.where(size > 0, size, torch.ones_like(size))).squeeze(1)
