@@ -6,7 +6,7 @@ JOBS ?= 2
 PIP_INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
 MANIFESTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: help install demo test lint bench notebooks docs clean
+.PHONY: help install demo test lint bench bench-test notebooks docs tpu-aot clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,7 +15,9 @@ help:
 	@echo "test       the test suite on $(JOBS) processes (JOBS=n)"
 	@echo "lint       ruff, mypy, import contracts, links of README and docs"
 	@echo "bench      timings beside the peers, each checked against the other first"
+	@echo "bench-test value and gradient beside the peers', a bound each"
 	@echo "notebooks  execute the notebooks in place, in step with their scripts"
+	@echo "tpu-aot    compile the attention's kernels for a TPU v6e (a 700 MB wheel, in .venv-tpu)"
 	@echo "docs       the reference site, into site/"
 	@echo "clean      remove $(VENV), caches and build products"
 
@@ -53,11 +55,20 @@ lint: $(VENV)/.installed
 bench: $(VENV)/.bench
 	$(BIN)/python -m ot_newton.experiments.bench
 
+bench-test: $(VENV)/.bench
+	$(BIN)/python -m ot_newton.experiments.bench loss-parity
+
 notebooks: $(VENV)/.docs
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# The compiler comes with jax's TPU wheel, 700 MB: an environment of its own.
+tpu-aot:
+	test -x .venv-tpu/bin/python || $(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/python -m pip install -q -c constraints.txt -e . 'jax[tpu]'
+	.venv-tpu/bin/python -m ot_newton.experiments.bench.attention_tpu
+
 clean:
-	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-tpu site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -112,6 +112,7 @@ def list_studies() -> None:
 @click.argument("name")
 @click.option("--config", type=FILE, help="TOML file of settings; `list` names the studies.")
 @click.option("--smoke", is_flag=True, help="A quick run at small sizes.")
+@click.option("--full", is_flag=True, help="Of a benchmark: all sizes, hours.")
 @click.option("--jobs", help="Processes, 'dask', 'dask:ADDRESS' or 'ray'  [default: one per core].")
 @click.option(
     "--out",
@@ -120,7 +121,7 @@ def list_studies() -> None:
     show_default=True,
     help="Folder of rows, summary and figures; runs found there are not redone.",
 )
-def run(name: str, config: Path | None, smoke: bool, jobs: str | None, out: Path) -> None:
+def run(name: str, config: Path | None, smoke: bool, full: bool, jobs: str | None, out: Path) -> None:
     """Run the study NAME: JSON rows, tables and figures in OUT.
 
     The exit status is 1 if a run ended in an error.
@@ -131,7 +132,9 @@ def run(name: str, config: Path | None, smoke: bool, jobs: str | None, out: Path
     from ot_newton.experiments.runs import usable_cores
 
     if name in TABLES:
-        _bench(name, config=config, smoke=smoke, jobs=jobs, out=out)
+        _bench(name, config=config, flags={"--smoke": smoke, "--full": full}, jobs=jobs, out=out)
+    if full:
+        raise click.UsageError(f"--full is for benchmarks, got the study {name!r}: set its sizes by --config")
     console = _console()
     try:
         with _one_error():
@@ -151,13 +154,14 @@ def run(name: str, config: Path | None, smoke: bool, jobs: str | None, out: Path
     sys.exit(1 if failed else 0)
 
 
-def _bench(name: str, *, smoke: bool, out: Path, **unused: object) -> NoReturn:
+def _bench(name: str, *, flags: dict[str, bool], out: Path, **unused: object) -> NoReturn:
     """A benchmark in a process of its own: its threads are limited before any library is loaded."""
     for option, value in unused.items():
         if value is not None:
             raise click.UsageError(f"--{option} is not for the benchmark {name!r}: leave it out")
     command = [sys.executable, "-m", "ot_newton.experiments.bench", name, "--out", str(out)]
-    sys.exit(subprocess.run([*command, "--smoke"] if smoke else command, check=False).returncode)
+    command += [flag for flag, given in flags.items() if given]
+    sys.exit(subprocess.run(command, check=False).returncode)
 
 
 @main.command("plot")

@@ -16,6 +16,8 @@ from click.testing import CliRunner
 
 from ot_newton.experiments.bench import block_hvp, half_case, pitchfork, roofline, solve_hvp
 from ot_newton.experiments.bench.__main__ import TABLES, main
+from ot_newton.experiments.bench.adapters import find
+from ot_newton.experiments.bench.cases import Judge
 from ot_newton.experiments.bench.harness import (
     Contestant,
     Entry,
@@ -90,6 +92,15 @@ def test_a_slow_contestant_stops_at_its_share_but_not_before_the_least() -> None
         machine.contestant("fast", 0.001), machine.contestant("slow", 100.0), pace=replace(PACE, seconds=20.0)
     )
     assert (len(fast.times), len(slow.times)) == (PACE.rounds, PACE.least)
+
+
+def test_one_turn_is_enough_where_the_pace_says_so() -> None:
+    machine = Machine()
+    pace = replace(PACE, least=1, seconds=10.0)
+    fast, slow = machine.race(machine.contestant("fast", 0.5), machine.contestant("slow", 100.0), pace=pace)
+    assert machine.log.count("slow") == 2  # the checked call and the turn
+    assert slow.times == [100.0]
+    assert len(fast.times) == PACE.rounds
 
 
 @pytest.mark.parametrize("answer", [1.2, float("nan")])
@@ -191,18 +202,18 @@ def test_half_iteration_of_ours_passes_its_check(backend: str, d: int) -> None:
     assert not case.check(answer + 1e-2).passed
 
 
-def test_solve_hvp_of_ours_passes_its_check_by_both_routes() -> None:
-    case = solve_hvp.make_case(60)
-    for job in (
-        solve_hvp.public_job(case, "cpu"),
-        solve_hvp.streamed_job(case, solve_hvp.get_backend("torch_tiles")),
-    ):
+def test_solve_hvp_of_ours_passes_its_check_by_every_route() -> None:
+    task = solve_hvp.uniform_task(60)
+    check = Judge(task).check("hvp")
+    keops = find("KeOps, our formulas")
+    for adapter in (find("cpu"), find("torch_tiles"), replace(keops, kind="torch_tiles")):
+        job = adapter.prepare("hvp", task)
         answer = job.answer(job.run())
-        verdict = case.check(answer)
+        verdict = check(answer)
         assert verdict.passed
         assert verdict.facts["translation_error"] < 1e-5
-        assert not case.check(answer | {"products": 1.1 * answer["products"]}).passed
-        shifted = case.check(answer | {"f": answer["f"] + 0.01})
+        assert not check(answer | {"products": 1.1 * answer["products"]}).passed
+        shifted = check(answer | {"f": answer["f"] + 0.01})
         assert not shifted.passed
         assert "marginal error" in shifted.reason
 
@@ -258,7 +269,7 @@ def test_rows_reach_the_file_as_they_come_and_a_failed_table_is_a_row(
 
     tables = fake_table("broken_table", monkeypatch, broken) | fake_table("fine_table", monkeypatch, fine)
     threads = torch.get_num_threads()
-    assert run_tables(tables, threads=threads, smoke=True, out=tmp_path) == 1
+    assert run_tables(tables, threads=threads, preset="smoke", out=tmp_path) == 1
     lines = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()]
     assert [(row["table"], row["kind"]) for row in lines] == [
         ("broken_table", "time"),
@@ -290,11 +301,11 @@ def test_a_failure_message_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_table_has_rows_and_needs_no_peer_to_be_imported() -> None:
     script = """
-import importlib, os, sys
+import os, sys
 from ot_newton.experiments.bench.__main__ import TABLES, limit
+from ot_newton.experiments.bench.session import rows_of
 assert limit(1) == 1 and os.environ["OMP_NUM_THREADS"] == "1"
-for module in TABLES.values():
-    assert callable(importlib.import_module("ot_newton.experiments.bench." + module).rows)
+assert all(callable(rows_of(maker)) for maker in TABLES.values())
 assert not {"jax", "ott", "ot", "pykeops", "geomloss", "numba"} & set(sys.modules)
 """
     run = subprocess.run(
@@ -312,4 +323,4 @@ def test_an_unknown_table_lists_the_known_ones() -> None:
 def test_a_file_in_place_of_the_folder_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="out must be a folder"):
-        run_tables({}, threads=1, smoke=True, out=tmp_path / "file")
+        run_tables({}, threads=1, preset="smoke", out=tmp_path / "file")

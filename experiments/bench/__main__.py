@@ -20,9 +20,17 @@ TABLES = {
     "block-hvp": "block_hvp",
     "converged": "converged",
     "peer-hessians": "pitchfork",
+    "forward": "matched:forward",
+    "backward": "matched:backward",
+    "hvp": "matched:hvp",
+    "memory": "memory",
+    "loss-parity": "parity",
     "solvers": "solvers",
 }
-"""Tables and the modules that make their rows."""
+"""Tables and what makes their rows: ``rows`` of a module, or the function named after the colon."""
+
+ON_DEMAND = ("memory", "loss-parity", "solvers")
+"""Tables that are made only when they are named."""
 
 OUT = Path("results/bench")
 
@@ -48,12 +56,13 @@ def _names(names: tuple[str, ...]) -> list[str]:
     for name in names:
         if name not in TABLES:
             raise click.UsageError(f"table must be one of {', '.join(TABLES)}, got {name!r}")
-    return list(dict.fromkeys(names)) or [name for name in TABLES if name != "solvers"]
+    return list(dict.fromkeys(names)) or [name for name in TABLES if name not in ON_DEMAND]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("tables", nargs=-1)
 @click.option("--smoke", is_flag=True, help="Tiny sizes: a minute, and ratios that mean nothing.")
+@click.option("--full", is_flag=True, help="The whole matrix of forward, backward, hvp and memory: hours.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -61,20 +70,25 @@ def _names(names: tuple[str, ...]) -> list[str]:
     show_default=True,
     help="Folder of the JSON lines.",
 )
-def main(tables: tuple[str, ...], smoke: bool, out: Path) -> None:
+def main(tables: tuple[str, ...], smoke: bool, full: bool, out: Path) -> None:
     """Time ot-newton beside its peers, each checked against a reference first.
 
-    TABLES: half-iteration, solve-hvp, block-hvp, converged, peer-hessians (these by default), and solvers
-    (counts of products beside scipy's; 25 minutes). Rows are
-    appended to bench.jsonl in the folder as they come. A peer that is not installed is a row that says so.
-    KeOps compiles its formulas at its first run, with the system's C++ compiler: a minute or two.
+    TABLES: half-iteration, solve-hvp, block-hvp, converged, peer-hessians, forward, backward, hvp (these by
+    default); memory (peaks in processes of their own, two minutes), loss-parity (value and gradient against
+    each library, a minute; exit status 1 if a bound is missed or a library cannot be asked) and solvers
+    (counts of products beside scipy's; 25 minutes). Rows are appended to bench.jsonl in the folder as they
+    come. A peer that is not installed is a row that says so. KeOps compiles its formulas at its first run,
+    with the system's C++ compiler: a minute or two.
     """
     chosen = _names(tables)
+    if smoke and full:
+        raise click.UsageError("--smoke and --full exclude each other: leave one out")
+    preset = "smoke" if smoke else "full" if full else "default"
     threads = limit(THREADS)
     from ot_newton.experiments.bench.session import run_tables
 
     try:
-        missed = run_tables({name: TABLES[name] for name in chosen}, threads=threads, smoke=smoke, out=out)
+        missed = run_tables({name: TABLES[name] for name in chosen}, threads=threads, preset=preset, out=out)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     sys.exit(0 if not missed else 1)

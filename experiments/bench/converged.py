@@ -6,16 +6,13 @@ grows with n + m, not with n m. Run as a module it makes one such measurement an
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from ot_newton.experiments.bench.resident import peak, restart_peak, run_module
 from ot_newton.experiments.bench.settings import Settings
 
 __all__ = ["rows"]
@@ -23,26 +20,6 @@ __all__ = ["rows"]
 Row = dict[str, Any]
 EPS, DIM = 0.05, 3
 TIMEOUT = 900.0
-
-
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def _restart_peak() -> None:
-    """Let the peak begin anew, where Linux allows it."""
-    with contextlib.suppress(OSError):
-        CLEAR.write_text("5")
-
-
-def _peak() -> int:
-    """Peak resident set of this process in bytes."""
-    if STATUS.exists():
-        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return 1024 * int(line.split()[1])
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _run(n: int) -> Row:
@@ -88,9 +65,9 @@ def measure(n: int, threads: int) -> Row:
     _run(small)  # imports, compilation
     peaks = []
     for size in (small, n):
-        _restart_peak()
+        restart_peak()
         row = _run(size)
-        peaks.append(_peak())
+        peaks.append(peak())
     grown = peaks[1] - peaks[0]
     return row | {"peak_rss": peaks[1], "rss_growth": grown, "bytes_per_point": grown / (2 * (n - small))}
 
@@ -112,17 +89,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     threads = torch.get_num_threads()
     head: Row = {"kind": "run", "contestant": "cpu", "precision": "float32", "n": n, "m": n, "d": DIM}
     head |= {"eps": EPS, "threads": threads, "stopping": "default tolerance, inner residual 1e-5"}
-    command = [sys.executable, "-m", "ot_newton.experiments.bench.converged", str(n), str(threads)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=dict(os.environ))
-    except subprocess.TimeoutExpired:
-        yield head | {"status": "ERROR", "message": f"not done within {TIMEOUT:g} s"}
-        return
-    if done.returncode != 0:
-        last = (done.stderr.splitlines() or ["no message"])[-1]
-        yield head | {"status": "ERROR", "message": f"exit status {done.returncode}: {last}"}
-        return
-    yield head | json.loads(done.stdout.splitlines()[-1])
+    yield head | run_module("converged", str(n), str(threads), timeout=TIMEOUT)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Contestant", "Entry", "Job", "Pace", "Verdict", "best_of", "claim", "race"]
+__all__ = ["Contestant", "Entry", "Job", "Pace", "Verdict", "best_of", "claim", "race", "reason_of"]
 
 Row = dict[str, Any]
+
+
+def reason_of(error: Exception) -> str:
+    """An exception as the message of a row: its type and first line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _same(output: Any) -> Any:
@@ -173,8 +178,7 @@ class _Runner:
         try:
             step()
         except Exception as error:  # noqa: BLE001  a broken peer is a row, not the end of the bench
-            first_line = (str(error).splitlines() or [""])[0]
-            self._fail("ERROR", f"{type(error).__name__}: {first_line}")
+            self._fail("ERROR", reason_of(error))
 
     def start(self, check: Callable[[Any], Verdict]) -> None:
         """Prepare, call once, check the answer."""
@@ -188,13 +192,15 @@ class _Runner:
             figures = f"error {verdict.error:.1e} above the tolerance {verdict.tolerance:.1e}"
             self._fail("WRONG", verdict.reason or figures)
 
-    def calibrate(self, turn: float) -> None:
-        """How many calls make a turn."""
+    def calibrate(self, turn: float, *, keep: bool) -> None:
+        """How many calls make a turn; a call that makes one is the first if one is enough."""
         assert self.job is not None
         begin = self.clock()
         self.job.run()
         once = self.clock() - begin
         self.inner = max(1, math.ceil(turn / once)) if once > 0 else 1
+        if keep and self.inner == 1:
+            self._record(once)
 
     def turn(self) -> None:
         """One timed turn."""
@@ -202,7 +208,9 @@ class _Runner:
         begin = self.clock()
         for _ in range(self.inner):
             self.job.run()
-        spent = self.clock() - begin
+        self._record(self.clock() - begin)
+
+    def _record(self, spent: float) -> None:
         self.spent += spent
         self.entry.times.append(self.entry.contestant.scale * spent / self.inner)
 
@@ -233,11 +241,12 @@ def race(
         runner.guarded(lambda r=runner: r.start(check))  # type: ignore[misc]
     ready = [runner for runner in runners if runner.alive]
     for runner in ready:
-        runner.guarded(lambda r=runner: r.calibrate(pace.turn))  # type: ignore[misc]
+        runner.guarded(lambda r=runner: r.calibrate(pace.turn, keep=pace.least == 1))  # type: ignore[misc]
     share = pace.seconds / max(1, len(ready))
-    for number in range(pace.rounds):
+    for _ in range(pace.rounds):
         for runner in ready:
-            if runner.alive and (number < pace.least or runner.spent < share):
+            turns = len(runner.entry.times)
+            if runner.alive and turns < pace.rounds and (turns < pace.least or runner.spent < share):
                 sleep(pace.pause)
                 runner.guarded(runner.turn)
     return [runner.entry for runner in runners]

@@ -8,19 +8,29 @@ to few widths.
 from __future__ import annotations
 
 import math
+import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ot_newton.backends.common import mask_bias
+from ot_newton.backends.select import get_backend
+from ot_newton.directions import Direction, HessianStats
+from ot_newton.errors import ConvergenceWarning
 from ot_newton.experiments.bench.harness import Job
+from ot_newton.experiments.bench.tasks import MAX_ITER, Task
+from ot_newton.fixed_point import SinkhornOptions, run_sinkhorn
+from ot_newton.hessian import LinearizedPlan
+from ot_newton.operators.hessian_operator import default_rtol
+from ot_newton.potentials import Biases, biases_to_potentials, operands
+from ot_newton.protocols import PassCounter, PlanBackend
 
 if TYPE_CHECKING:
     from ot_newton.experiments.bench.half_case import HalfCase
-    from ot_newton.protocols import PassCounter
 
-__all__ = ["KeopsBackend", "half_iteration"]
+__all__ = ["KeopsBackend", "backward", "forward", "half_iteration", "hvp", "stream"]
 
 LN2 = math.log(2.0)
 
@@ -152,3 +162,95 @@ class KeopsBackend:
     def bind(self, q: Tensor, k: Tensor, counter: PassCounter) -> KeopsTiles:
         """See `PlanBackend.bind`."""
         return KeopsTiles(q, k, counter)
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """A solve on a backend that `sinkhorn` does not know.
+
+    Attributes:
+        task: what was solved.
+        biases: at the end.
+        iterations: taken.
+        plan: with its derivatives.
+    """
+
+    task: Task
+    biases: Biases
+    iterations: int
+    plan: LinearizedPlan
+
+    def answer(self) -> dict[str, Any]:
+        """Potentials and counters."""
+        pair = biases_to_potentials(self.task.problem, self.biases)
+        return {
+            "f": pair.f.double().numpy(),
+            "g": pair.g.double().numpy(),
+            "iterations": self.iterations,
+            "plan_passes": self.plan.counter.passes,
+        }
+
+    def product(self, v: Tensor) -> Tensor:
+        """Hessian-vector product (n,d) in x."""
+        direction = Direction(x=v[None, None])
+        rtol = default_rtol(self.task.problem.dtype)
+        out, solve = self.plan.product(direction, "x", rtol=rtol, max_cg=None, stats=HessianStats())
+        if not solve.converged:
+            warnings.warn("the inner solve missed its tolerance", ConvergenceWarning, stacklevel=2)
+        assert out.x is not None
+        return out.x[0, 0]
+
+
+def stream(task: Task, backend: PlanBackend) -> Streamed:
+    """Our Sinkhorn iteration with every pass made by ``backend``; annealed where the rule is no count."""
+    problem, counter = task.problem, PassCounter()
+    tol, cap = (0.0, task.rule.iterations) if task.counted else (task.rule.tol, MAX_ITER)
+    options = SinkhornOptions(tol=tol, max_iter=cap, anneal=not task.counted)
+    end = run_sinkhorn(problem, backend, options, counter)
+    c = problem.centred
+    tiles = backend.bind(*operands(problem, problem.eps), counter)
+    plan = tiles.plan(end.biases.row, end.biases.col, c.a, c.b)
+    linearized = LinearizedPlan(problem, plan, counter, direct=False)
+    return Streamed(task, end.biases, int(end.n_iter[0]), linearized)
+
+
+def _backend(name: str) -> PlanBackend:
+    """KeOps, or one of ours by its name."""
+    return KeopsBackend() if name == KeopsBackend.name else get_backend(name)
+
+
+def forward(task: Task, kind: str, update: str = "alternating") -> Job:
+    """The solve, and the row sums that a value takes."""
+
+    def run() -> Streamed:
+        solved = stream(task, _backend(kind))
+        solved.plan.rows()
+        return solved
+
+    return Job(run, Streamed.answer)
+
+
+def backward(task: Task, kind: str) -> Job:
+    """The solve and the gradient by the envelope theorem."""
+
+    def run() -> tuple[Streamed, Tensor]:
+        solved = stream(task, _backend(kind))
+        return solved, solved.plan.gradient()[0]
+
+    return Job(run, lambda pair: pair[0].answer() | {"gradient": pair[1].double().numpy()})
+
+
+def hvp(task: Task, kind: str) -> Job:
+    """The solve and a streamed product: what a KeOps user gets who knows our formula."""
+
+    def run() -> tuple[Streamed, Tensor]:
+        solved = stream(task, _backend(kind))
+        return solved, solved.product(task.vectors[0])
+
+    def answer(pair: tuple[Streamed, Tensor]) -> dict[str, Any]:
+        solved, first = pair
+        found = solved.answer()
+        products = torch.stack([first, *(solved.product(v) for v in task.vectors[1:])])
+        return found | {"products": products.double().numpy()}
+
+    return Job(run, answer)

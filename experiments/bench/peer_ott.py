@@ -1,32 +1,54 @@
-"""OTT-JAX, through its own geometry and solver; jax is imported here and not before."""
+"""OTT-JAX, through its own geometry and solver; jax is imported here and not before.
+
+Its potentials hold the log-weights. With relaxed marginals OTT regularizes against the counting measure,
+`eps <P, log P>`, where we have `eps KL(P|ab)`: the cost `C - eps log a - eps log b` makes both the same
+problem, and its potentials are then ours. Its `reg_ot_cost` takes `eps log a` off them all the same, so the
+value of a relaxed problem is made of the potentials by OTT's own `phi_star`.
+
+OTT 0.6.0's online geometry uses `jax.interpreters.batching.is_vmappable`, which jax 0.10 no longer has in
+public; it is put back there, so that OTT is compared and not its pin.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ot_newton.experiments.bench.harness import Job
+from ot_newton.experiments.bench.tasks import MAX_ITER, Rule, Task
 
 if TYPE_CHECKING:
     from ot_newton.experiments.bench.half_case import HalfCase
     from ot_newton.problem import OTProblem
 
-__all__ = ["GEOMETRIES", "half_iteration", "hessian_by_jax", "solve_hvp"]
+__all__ = ["GEOMETRIES", "backward", "forward", "half_iteration", "hessian_by_jax", "hvp", "loss"]
 
 GEOMETRIES = ("point cloud", "stored cost", "online")
 ONLINE_BATCH = 1024
+EVERY = 10
+"""Iterations between two looks of OTT at its error."""
 
 
 def _geometry(kind: str, x: Any, y: Any, eps: float) -> Any:
     from ott.geometry import geometry, pointcloud
 
     if kind == "online":
+        _restore_vmappable()
         return pointcloud.PointCloud(x, y, epsilon=eps, batch_size=min(ONLINE_BATCH, x.shape[0]))
     cloud = pointcloud.PointCloud(x, y, epsilon=eps)
     return cloud if kind == "point cloud" else geometry.Geometry(cost_matrix=cloud.cost_matrix, epsilon=eps)
+
+
+def _restore_vmappable() -> None:
+    """Give jax the name back that OTT's online geometry looks for."""
+    public = importlib.import_module("jax.interpreters.batching")
+    if not hasattr(public, "is_vmappable"):
+        vars(public)["is_vmappable"] = importlib.import_module("jax._src.interpreters.batching").is_vmappable
 
 
 def half_iteration(case: HalfCase, kind: str) -> Job:
@@ -53,48 +75,100 @@ def half_iteration(case: HalfCase, kind: str) -> Job:
     )
 
 
-def _cost(x: Any, y: Any, eps: float, tol: float, *, danskin: bool) -> Any:
-    from ott.geometry import pointcloud
+def _solve(
+    geometry: Any, rule: Rule, *, danskin: bool = True, update: str = "alternating", **more: Any
+) -> Any:
+    """OTT's solver; ``more`` goes to its `LinearProblem`."""
     from ott.problems.linear import linear_problem
-    from ott.solvers.linear import implicit_differentiation, sinkhorn
+    from ott.solvers.linear import acceleration, implicit_differentiation, sinkhorn
 
+    counted = rule.iterations > 0
     solver = sinkhorn.Sinkhorn(
-        threshold=tol,
-        max_iterations=10_000,
+        threshold=rule.tol,
+        min_iterations=rule.iterations,
+        max_iterations=rule.iterations if counted else MAX_ITER,
+        inner_iterations=rule.iterations if counted else EVERY,
         use_danskin=danskin,
         implicit_diff=implicit_differentiation.ImplicitDiff(),
+        parallel_dual_updates=update == "parallel",
+        momentum=acceleration.Momentum(value=0.5) if update == "parallel" else None,
     )
-    return solver(linear_problem.LinearProblem(pointcloud.PointCloud(x, y, epsilon=eps)))
+    return solver(linear_problem.LinearProblem(geometry, **more))
 
 
-def solve_hvp(problem: OTProblem, tol: float, vectors: Any) -> Job:
-    """`jax.jvp` of `jax.grad` of the regularized cost with implicit differentiation, jitted.
+def _clouds(problem: OTProblem) -> tuple[Any, Any, float]:
+    """Both clouds as jax arrays, and eps.
 
-    The answer holds the products with every vector, and the potentials in our convention.
-
-    Args:
-        problem: float32, uniform weights.
-        tol: OTT's threshold, an L1 marginal error looked at every 10 iterations.
-        vectors: (k,n,d) numpy; the first is the one timed.
+    Raises:
+        ValueError: a cost other than the full squared distance.
     """
+    import jax.numpy as jnp
+
+    if problem.cost_scale != 1.0:
+        raise ValueError(f"OTT's cost is the full squared distance, got cost_scale {problem.cost_scale:g}")
+    return jnp.asarray(problem.x.numpy()), jnp.asarray(problem.y.numpy()), problem.eps
+
+
+def _solved(problem: OTProblem, out: Any) -> dict[str, Any]:
+    """Potentials in our convention, and the iterations."""
+    logs = (problem.a.double().log().numpy(), problem.b.double().log().numpy())
+    f, g = (
+        np.asarray(own, np.float64) - problem.eps * log for own, log in zip((out.f, out.g), logs, strict=True)
+    )
+    return {"f": f, "g": g, "iterations": int(out.n_iters)}
+
+
+def forward(task: Task, kind: str, update: str = "alternating") -> Job:
+    """A jitted solve with its `reg_ot_cost`; ``update`` "parallel" with momentum 1/2, as in its `sinkdiv`."""
+    import jax
+
+    x, y, eps = _clouds(task.problem)
+    solve = jax.jit(lambda x, y: _solve(_geometry(kind, x, y, eps), task.rule, update=update))
+
+    def run() -> Any:
+        return jax.block_until_ready(solve(x, y))
+
+    return Job(run, lambda out: _solved(task.problem, out) | {"value": float(out.reg_ot_cost)})
+
+
+def backward(task: Task, kind: str) -> Job:
+    """A jitted `jax.value_and_grad` of `reg_ot_cost` by Danskin's theorem, OTT's default."""
+    import jax
+
+    x, y, eps = _clouds(task.problem)
+
+    def cost(x: Any, y: Any) -> tuple[Any, Any]:
+        out = _solve(_geometry(kind, x, y, eps), task.rule)
+        return out.reg_ot_cost, out
+
+    solve = jax.jit(jax.value_and_grad(cost, has_aux=True))
+
+    def answer(output: Any) -> dict[str, Any]:
+        (_, out), gradient = output
+        return _solved(task.problem, out) | {"gradient": np.asarray(gradient, np.float64)}
+
+    return Job(lambda: jax.block_until_ready(solve(x, y)), answer)
+
+
+def hvp(task: Task, kind: str = "point cloud") -> Job:
+    """`jax.jvp` of `jax.grad` of the regularized cost with implicit differentiation, jitted."""
     import jax
     import jax.numpy as jnp
 
-    x, y, eps = jnp.asarray(problem.x.numpy()), jnp.asarray(problem.y.numpy()), problem.eps
-    gradient = jax.grad(lambda x: _cost(x, y, eps, tol, danskin=False).reg_ot_cost)
+    x, y, eps = _clouds(task.problem)
+
+    def cost(x: Any) -> Any:
+        return _solve(_geometry(kind, x, y, eps), task.rule, danskin=False)
+
+    gradient = jax.grad(lambda x: cost(x).reg_ot_cost)
     product = jax.jit(lambda x, v: jax.jvp(gradient, (x,), (v,))[1])
-    solve = jax.jit(lambda x: _cost(x, y, eps, tol, danskin=False))
-    blocks = [jnp.asarray(v) for v in vectors]
+    solve = jax.jit(cost)
+    blocks = [jnp.asarray(v) for v in task.vectors.numpy()]
 
     def answer(out: Any) -> dict[str, Any]:
-        rest = [product(x, v) for v in blocks[1:]]
-        end = solve(x)
-        return {
-            "products": np.stack([np.asarray(o, np.float64) for o in (out, *rest)]),
-            "f": np.asarray(end.f, np.float64) + eps * math.log(problem.n),
-            "g": np.asarray(end.g, np.float64) + eps * math.log(problem.m),
-            "iterations": int(end.n_iters),
-        }
+        products = [out, *(product(x, v) for v in blocks[1:])]
+        found = np.stack([np.asarray(one, np.float64) for one in products])
+        return _solved(task.problem, solve(x)) | {"products": found}
 
     return Job(lambda: product(x, blocks[0]).block_until_ready(), answer)
 
@@ -115,5 +189,79 @@ def _jitted_hessian(eps: float, danskin: bool, dtype: str) -> Any:
     """Compiled once for all positions of the points."""
     import jax
 
-    tol = 1e-12 if dtype == "float64" else 1e-7
-    return jax.jit(jax.hessian(lambda x, y: _cost(x, y, eps, tol, danskin=danskin).reg_ot_cost))
+    rule = Rule(tol=1e-12 if dtype == "float64" else 1e-7)
+    return jax.jit(
+        jax.hessian(
+            lambda x, y: _solve(_geometry("point cloud", x, y, eps), rule, danskin=danskin).reg_ot_cost
+        )
+    )
+
+
+def loss(problem: OTProblem, rule: Rule, *, debias: bool) -> dict[str, Any]:
+    """Value, gradient in x and potentials in float64: OT, relaxed OT or the divergence (`sinkdiv`).
+
+    Args:
+        problem: float64.
+        rule: when to stop.
+        debias: the divergence; both sides hard.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    with jax.enable_x64(True):
+        x, y, _ = _clouds(problem)
+        a, b = jnp.asarray(problem.a.numpy()), jnp.asarray(problem.b.numpy())
+        cost = _divergence if debias else (_balanced if problem.balanced else _relaxed)
+        value_of: Callable[..., Any] = jax.jit(
+            jax.value_and_grad(lambda x: cost(problem, rule, x, y, a, b), has_aux=True)
+        )
+        (value, out), gradient = value_of(x)
+        own = float(out.reg_ot_cost)
+        found = {"value": float(value), "gradient": np.asarray(gradient, np.float64)}
+        if problem.balanced:
+            return _solved(problem, out) | found
+        potentials = {"f": np.asarray(out.f, np.float64), "g": np.asarray(out.g, np.float64)}
+        return potentials | {"iterations": int(out.n_iters)} | found | {"value_own": own}
+
+
+def _balanced(problem: OTProblem, rule: Rule, x: Any, y: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    out = _solve(_geometry("point cloud", x, y, problem.eps), rule, a=a, b=b)
+    return out.reg_ot_cost, out
+
+
+def _divergence(problem: OTProblem, rule: Rule, x: Any, y: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    """`sinkdiv`, with the potentials of its cross term; each term stops by the rule."""
+    from ott.tools import sinkhorn_divergence
+
+    counted = rule.iterations > 0
+    options = {
+        "threshold": rule.tol,
+        "min_iterations": rule.iterations,
+        "max_iterations": rule.iterations if counted else MAX_ITER,
+        "inner_iterations": rule.iterations if counted else EVERY,
+    }
+    value, _ = sinkhorn_divergence.sinkdiv(x, y, epsilon=problem.eps, a=a, b=b, solve_kwargs=options)
+    return value, _solve(_geometry("point cloud", x, y, problem.eps), rule, a=a, b=b)
+
+
+def _relaxed(problem: OTProblem, rule: Rule, x: Any, y: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    """The cost that holds the log-weights, and the dual value of the potentials, which are held fixed."""
+    import jax
+    import jax.numpy as jnp
+    from ott.geometry import geometry, pointcloud
+    from ott.math import unbalanced_functions
+
+    eps, rhos = problem.eps, (problem.rho_x, problem.rho_y)
+    shift = eps * (jnp.log(a)[:, None] + jnp.log(b)[None, :])
+    cost = pointcloud.PointCloud(x, y, epsilon=eps).cost_matrix - shift
+    taus = [1.0 if rho is None else rho / (rho + eps) for rho in rhos]
+    geom = geometry.Geometry(cost_matrix=cost, epsilon=eps)
+    out = _solve(geom, rule, a=a, b=b, tau_a=taus[0], tau_b=taus[1])
+    f, g = jax.lax.stop_gradient(out.f), jax.lax.stop_gradient(out.g)
+    value = -eps * (geom.marginal_from_potentials(f, g, axis=1).sum() - a.sum() * b.sum())
+    for potential, weight, rho in ((f, a, rhos[0]), (g, b, rhos[1])):
+        if rho is None:
+            value = value + (weight * potential).sum()
+        else:
+            value = value - (weight * unbalanced_functions.phi_star(-potential, rho)).sum()
+    return value, out

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ot_newton.experiments.bench import peer_geomloss, peer_ott, peer_pot
+from ot_newton.experiments.bench.harness import reason_of
 from ot_newton.experiments.bench.settings import Settings
 from ot_newton.problem import OTProblem
 from ot_newton.solve import sinkhorn
@@ -80,8 +81,7 @@ def _row(make: Callable[[], Any], exact: Any) -> Row:
             warnings.simplefilter("ignore")
             matrix = np.asarray(make(), np.float64)
     except Exception as error:  # noqa: BLE001  a broken peer is a row
-        first_line = (str(error).splitlines() or [""])[0]
-        return out | {"status": "ERROR", "message": f"{type(error).__name__}: {first_line}"}
+        return out | {"status": "ERROR", "message": reason_of(error)}
     if not np.isfinite(matrix).all():
         return out | {"status": "ERROR", "message": "not finite"}
     smallest = float(np.linalg.eigvalsh((matrix + matrix.T) / 2)[0])

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["TABLES_OF_COLUMNS", "Column", "environment", "show"]
+__all__ = ["TABLES_OF_COLUMNS", "Column", "environment", "show", "tables_of"]
 
 Row = Mapping[str, Any]
-PEERS = ("jax", "jaxlib", "ott-jax", "POT", "pykeops", "geomloss", "numba")
+PEERS = ("jax", "jaxlib", "ott-jax", "POT", "pykeops", "geomloss", "flash-sinkhorn", "numba")
 
 
 def environment(threads: int) -> dict[str, Any]:
@@ -73,7 +73,11 @@ def _plain(key: str) -> Callable[[Row], str]:
 
 
 def _case(row: Row) -> str:
-    return f"n = m = {row['n']}, d = {row['d']}, eps = {row['eps']:g}" if "n" in row else ""
+    if "n" not in row:
+        return ""
+    sizes = f"n = m = {row['n']}" if row["n"] == row["m"] else f"n = {row['n']}, m = {row['m']}"
+    more = [str(row[key]) for key in ("problem", "rule") if key in row]
+    return ", ".join([sizes, f"d = {row['d']}", f"eps = {row['eps']:g}", *more])
 
 
 def _outcome(row: Row) -> str:
@@ -84,6 +88,7 @@ def _outcome(row: Row) -> str:
 WHO = Column("contestant", _plain("contestant"))
 OUTCOME = Column("outcome", _outcome)
 ERROR = Column("error", _number("error", ".1e"))
+MARGINAL = Column("marginal error", _number("marginal_error", ".1e"))
 TIMES = (
     Column("median ms", _number("seconds_median", ".3f", 1e3)),
     Column("min ms", _number("seconds_min", ".3f", 1e3)),
@@ -97,6 +102,7 @@ TABLES_OF_COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("ns/pair", _number("ns_per_pair", ".3f")),
         Column("turns", _plain("turns")),
         ERROR,
+        MARGINAL,
         Column("I1", _number("translation_error", ".1e")),
         Column("its", _plain("iterations")),
         Column("passes", _plain("plan_passes")),
@@ -119,13 +125,35 @@ TABLES_OF_COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("error of the matrix", _number("error", ".1e")),
         OUTCOME,
     ),
+    "memory": (
+        Column("operation", _plain("operation")),
+        WHO,
+        Column("grows with", _plain("grows_with")),
+        Column("B/point", _number("bytes_per_point", ".0f")),
+        Column("B/pair", _number("bytes_per_pair", ".2f")),
+        Column("intercept MB", _number("intercept", ".0f", 1e-6)),
+        Column("largest peak MB", lambda row: f"{max(row['peaks']) / 1e6:.0f}" if "peaks" in row else ""),
+        OUTCOME,
+    ),
+    "parity": (
+        Column("problem", _plain("problem")),
+        Column("rule", _plain("rule")),
+        WHO,
+        Column("value", _number("value", ".9f")),
+        Column("error of value", _number("value_error", ".1e")),
+        Column("bound", _number("value_bound", ".0e")),
+        Column("of gradient", _number("gradient_error", ".1e")),
+        Column("bound", _number("gradient_bound", ".0e")),
+        MARGINAL,
+        OUTCOME,
+    ),
     "run": (
         WHO,
         Column("solve s", _number("seconds_solve", ".1f")),
         Column("HVP s", _number("seconds_hvp", ".1f")),
         Column("its", _plain("iterations")),
         Column("passes", lambda row: f"{row.get('passes_solve', '')}+{row.get('passes_hvp', '')}"),
-        Column("marginal error", _number("marginal_error", ".1e")),
+        MARGINAL,
         Column("I1", _number("translation_error", ".1e")),
         Column("peak MB", _number("peak_rss", ".0f", 1e-6)),
         Column("B/point", _number("bytes_per_point", ".0f")),
@@ -158,8 +186,25 @@ def _table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Table:
     return table
 
 
+def tables_of(title: str, rows: Iterable[Row]) -> list[Table]:
+    """One table per case and kind of row.
+
+    Args:
+        title: name of the table of the bench.
+        rows: its rows.
+    """
+    found, made = list(rows), []
+    for case in dict.fromkeys(_case(row) for row in found):
+        for kind, columns in TABLES_OF_COLUMNS.items():
+            chosen = [row for row in found if row["kind"] == kind and _case(row) == case]
+            if chosen:
+                heading = ", ".join(part for part in (title, case) if part)
+                made.append(_table(heading, columns, chosen))
+    return made
+
+
 def show(console: Console, title: str, rows: Iterable[Row]) -> None:
-    """Print one table per case and kind of row, then who stopped when.
+    """Print the tables of the rows, then who stopped when.
 
     Args:
         console: where.
@@ -167,10 +212,6 @@ def show(console: Console, title: str, rows: Iterable[Row]) -> None:
         rows: its rows.
     """
     found = list(rows)
-    for case in dict.fromkeys(_case(row) for row in found):
-        for kind, columns in TABLES_OF_COLUMNS.items():
-            chosen = [row for row in found if row["kind"] == kind and _case(row) == case]
-            if chosen:
-                heading = ", ".join(part for part in (title, case) if part)
-                console.print(_table(heading, columns, chosen))
+    for table in tables_of(title, found):
+        console.print(table)
     console.print(f"stopping rules\n{_stopping(found)}", highlight=False, markup=False)

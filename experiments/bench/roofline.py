@@ -19,14 +19,14 @@ from ot_newton.experiments.bench.harness import Contestant, Entry, Job
 if TYPE_CHECKING:
     from ot_newton.experiments.bench.half_case import HalfCase
 
-__all__ = ["PIECES", "combine", "pieces"]
+__all__ = ["PIECES", "OneThread", "combine", "pieces"]
 
 TILE = (256, 512)
 REPEATS = 64
 PIECES = ("piece: sgemm tile", "piece: exp2, torch", "piece: exp2, ours")
 
 
-class _OneThread:
+class OneThread:
     """Torch on one thread for the duration of a call."""
 
     def __enter__(self) -> None:
@@ -46,7 +46,7 @@ def _sgemm(case: HalfCase) -> Job:
     out = torch.empty(rows, cols)
 
     def run() -> None:
-        with _OneThread():
+        with OneThread():
             for _ in range(REPEATS):
                 torch.mm(left, right, out=out)
 
@@ -58,7 +58,7 @@ def _torch_exp2() -> Job:
     out = torch.empty_like(exponents)
 
     def run() -> None:
-        with _OneThread():
+        with OneThread():
             for _ in range(REPEATS):
                 torch.exp2(exponents, out=out)
 

@@ -6,7 +6,7 @@ import datetime
 import importlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ot_newton.experiments.bench.report import environment, show
 from ot_newton.experiments.bench.settings import Settings
 from ot_newton.experiments.runs import RowFile, check_folder
 
-__all__ = ["BUSY", "run_tables"]
+__all__ = ["BUSY", "rows_of", "run_tables"]
 
 Row = dict[str, Any]
 BUSY = 0.5
@@ -33,14 +33,27 @@ def _load() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
+def rows_of(maker: str) -> Callable[[Settings], Iterable[Row]]:
+    """The function that makes a table's rows, imported now.
+
+    Args:
+        maker: "module" of `ot_newton.experiments.bench`, for its ``rows``, or "module:function".
+    """
+    module, _, function = maker.partition(":")
+    found: Callable[[Settings], Iterable[Row]] = getattr(
+        importlib.import_module(f"ot_newton.experiments.bench.{module}"), function or "rows"
+    )
+    return found
+
+
 def _table_rows(
-    name: str, module: str, settings: Settings, file: RowFile, head: Row
+    name: str, maker: str, settings: Settings, file: RowFile, head: Row
 ) -> tuple[list[Row], float]:
     """Rows of one table and its seconds; each row written when it is there, an exception is one more row."""
     found: list[Row] = []
     begin = time.perf_counter()
     try:
-        for row in importlib.import_module(f"ot_newton.experiments.bench.{module}").rows(settings):
+        for row in rows_of(maker)(settings):
             found.append(head | {"table": name} | row)
             file.append(found[-1])
     except Exception as error:  # noqa: BLE001  a failed table is a row, not the end of the bench
@@ -50,33 +63,33 @@ def _table_rows(
     return found, time.perf_counter() - begin
 
 
-def run_tables(tables: Mapping[str, str], *, threads: int, smoke: bool, out: Path) -> int:
+def run_tables(tables: Mapping[str, str], *, threads: int, preset: str = "default", out: Path) -> int:
     """Run some tables and print them.
 
     Args:
-        tables: names and the modules of `ot_newton.experiments.bench` that have ``rows(settings)``.
+        tables: names and what makes their rows, see `rows_of`.
         threads: for torch; the environment is the caller's business.
-        smoke: tiny sizes.
+        preset: of `Settings`: "default", "smoke" or "full".
         out: folder of `bench.jsonl`.
 
     Returns:
-        The number of tables that raised. A missed target is reported, not counted: it may be the
-        machine's.
+        The number of tables that raised and of parity rows that are not OK. A missed target of a time is
+        reported, not counted: it may be the machine's.
 
     Raises:
-        ValueError: the folder cannot be made or written.
+        ValueError: an unknown preset; the folder cannot be made or written.
     """
     from rich.console import Console
 
+    settings = Settings.of(preset)
     file = RowFile(check_folder("out", out) / FILE)
     torch.set_num_threads(threads)
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_WIDTH)
-    settings = Settings.smoke() if smoke else Settings()
     load = _load()
     stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    head: Row = {"run": stamp, "smoke": smoke, "load_per_core": load} | environment(threads)
+    head: Row = {"run": stamp, "preset": preset, "load_per_core": load} | environment(threads)
     found = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
     console.print(f"{head['processor']}, {threads} threads\n{found}", highlight=False, soft_wrap=True)
     if load > BUSY:
@@ -92,7 +105,9 @@ def run_tables(tables: Mapping[str, str], *, threads: int, smoke: bool, out: Pat
             if row["kind"] == "failure":
                 failures += 1
                 console.print(f"{name}: {row['message']}", highlight=False, markup=False, style="bold")
+        failures += sum(row["kind"] == "parity" and row["status"] != "OK" for row in rows)
         claims += [row for row in rows if row["kind"] == "claim"]
     met = sum(row["status"] == "MET" for row in claims)
-    console.print(f"{met} of {len(claims)} targets met; rows in {file.path}", highlight=False)
+    targets = f"{met} of {len(claims)} targets met; " if claims else ""
+    console.print(f"{targets}rows in {file.path}", highlight=False)
     return failures
