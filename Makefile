@@ -24,7 +24,7 @@ help:
 $(VENV)/.installed: $(MANIFESTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ot-newton needs Python >= 3.11: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) -e '.[experiments,jax,dev]'
+	$(PIP_INSTALL) -e '.[experiments,jax,pfam,dev]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.installed
@@ -67,8 +67,8 @@ docs: $(VENV)/.docs
 # The compiler comes with jax's TPU wheel, 700 MB: an environment of its own.
 tpu-aot:
 	test -x .venv-tpu/bin/python || $(PYTHON) -m venv .venv-tpu
-	.venv-tpu/bin/python -m pip install -q -c constraints.txt -e . 'jax[tpu]'
-	.venv-tpu/bin/python -m ot_newton.experiments.bench.attention_tpu
+	.venv-tpu/bin/python -m pip install -q -c constraints.txt 'jax[tpu]' numpy
+	PYTHONPATH=. .venv-tpu/bin/python -m ot_newton.experiments.bench.attention_tpu
 
 clean:
 	rm -rf $(VENV) .venv-tpu site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -64,8 +64,32 @@ STUDIES: dict[str, Study] = {
             "ot_newton.experiments.low_eps",
             "time and plan passes at low eps: Sinkhorn, annealed, Newton, auto",
         ),
+        Study(
+            "io-model",
+            "ot_newton.experiments.io_model",
+            "bytes of a half-iteration, counted in Triton's interpreter, against nd + md + nm d^2 / M",
+        ),
+        Study(
+            "ablation",
+            "ot_newton.experiments.ablation",
+            "launches, bytes and compiled instructions: fused or not, tensor cores or not",
+        ),
+        Study(
+            "pfam-attention",
+            "ot_newton.experiments.pfam_attention",
+            "Sinkhorn attention trained on aligned protein families: R = 2, R = 4, two dustbins",
+        ),
+        Study(
+            "tail-exactness",
+            "ot_newton.experiments.tail_exactness",
+            "the attention's gradient against autodiff; the bias of stopping the base by depth R",
+        ),
     )
 }
+
+
+BENCH = Study("bench", "ot_newton.experiments.bench.drawn", "rows of the benchmarks, drawn again")
+"""What `replot` makes of the rows of all benchmarks; each is run by its own name."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +206,7 @@ def run_study(
 
 
 def replot(folder: str | os.PathLike[str]) -> list[Outcome]:
-    """Tables and figures of every study whose rows are in a folder, from the rows alone.
+    """Tables and figures of every study and of the bench whose rows are in a folder, from the rows alone.
 
     A row that failed and was run again counts once, by its last outcome.
 
@@ -193,13 +217,14 @@ def replot(folder: str | os.PathLike[str]) -> list[Outcome]:
     if not where.is_dir():
         raise ValueError(f"DIR must be a folder with rows, got {where}")
     found = []
-    for study in STUDIES.values():
+    known = (*STUDIES.values(), BENCH)
+    for study in known:
         module = study.load()
         rows = RowFile(where / f"{module.ROWS}.jsonl").read()
         if rows:
-            last = list({row["key"]: row for row in rows}.values())
+            last = list({row.get("key", number): row for number, row in enumerate(rows)}.values())
             found.append(Outcome(study, last, module.tables(last), module.plot(last, where)))
     if not found:
-        names = ", ".join(f"{study.load().ROWS}.jsonl" for study in STUDIES.values())
+        names = ", ".join(f"{study.load().ROWS}.jsonl" for study in known)
         raise ValueError(f"DIR must hold a file of rows ({names}), found none in {where}")
     return found

@@ -26,7 +26,7 @@ HEAVY = {
     *("jax", "triton", "numba", "matplotlib", "pandas", "sklearn", "scipy", "linear_operator"),
     *("rich", "click", "joblib", "ott", "pykeops", "geomloss", "ot"),
 }
-OPTIONAL = {"jax", "ott", "pykeops", "geomloss", "ot", "triton"}
+OPTIONAL = {"jax", "optax", "pyhmmer", "ott", "pykeops", "geomloss", "ot", "triton"}
 IMPORT_SECONDS = 0.3
 
 LIGHT = """

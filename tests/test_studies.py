@@ -45,13 +45,13 @@ def rows(path: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory) -> tuple[Path, dict[str, Result]]:
     folder = tmp_path_factory.mktemp("smoke")
-    return folder, {name: call("run", name, "--smoke", "--jobs", 1, "--out", folder) for name in STUDIES}
+    return folder, {name: call("run", name, "--smoke", "--jobs", 1, "--out", folder) for name in STUDY}
 
 
 def test_the_list_names_every_study():
     done = call("list")
     assert done.exit_code == 0
-    assert set(STUDIES) == set(STUDY)
+    assert set(STUDY) < set(STUDIES)  # the others have test files of their own
     assert [line.split()[0] for line in done.output.splitlines()] == [*STUDIES, *TABLES]
 
 
@@ -123,7 +123,7 @@ def test_a_bad_config_file_is_one_error_before_any_run(tmp_path, text):
 BAD_CALLS = [
     (
         ("run", "nonsense"),
-        "'shuffled-regression', 'hvp-accuracy', 'low-eps', 'half-iteration', ",
+        ", ".join(map(repr, (*STUDIES, "half-iteration"))),
     ),
     (("run", "low-eps", "--config", "nowhere.toml"), "nowhere.toml: cannot be read"),
     (("run", "low-eps", "--jobs", "0"), "jobs must be at least 1, got 0"),
