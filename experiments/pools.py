@@ -113,8 +113,14 @@ def _pool(tasks: Sequence[Task], call: Callable[[Task], Row], jobs: int | str, c
 
     with _backend(jobs, cores) as count:
         # One run a message: what a dead process takes with it is one run.
-        parallel = Parallel(n_jobs=count, return_as="generator_unordered", batch_size=1)
-        yield from parallel(delayed(call)(task) for task in tasks)
+        if jobs != "ray":
+            parallel = Parallel(n_jobs=count, return_as="generator_unordered", batch_size=1)
+            yield from parallel(delayed(call)(task) for task in tasks)
+            return
+        # Ray's backend returns lists only: rows come in rounds of one run a core.
+        parallel = Parallel(n_jobs=count, batch_size=1)
+        for first in range(0, len(tasks), cores):
+            yield from parallel(delayed(call)(task) for task in tasks[first : first + cores])
 
 
 def _died(error: Exception) -> bool:

@@ -1,9 +1,10 @@
 """Adam on many regression problems at once: one batch of plans per step, lanes released one by one.
 
-Every step extrapolates the potentials of all live lanes, sweeps them with packed Sinkhorn iterations (lanes
-that met their own tolerance leave the batch), and hands the few that the sweeps did not bring to the
-accuracy of `RegressionLoss` to the Newton method of their own loss. A lane's numbers obey the same inner
-tolerance as a run of its own: gradient error at most 1% of the gradient.
+Every step extrapolates the potentials of all live lanes and brings each lane to its own tolerance: plans
+that can be stored one after the other by `LogNewton` (a kernel stays in the cache until its lane is done),
+larger ones by packed Sinkhorn iterations (lanes that met their tolerance leave the batch). The few that are
+left go to their own loss. A lane's numbers obey the same inner tolerance as a run of its own: gradient error
+at most 1% of the gradient.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from torch import Tensor
 from ot_newton.backends.select import get_backend
 from ot_newton.errors import check_integer, check_number
 from ot_newton.experiments.data import RegressionData
+from ot_newton.experiments.regression_inner import LogNewton, bound
 from ot_newton.experiments.regression_loss import FIRST_TOL, RegressionLoss
+from ot_newton.hessian import gradient_x
 from ot_newton.packing import BatchOptions, BatchRun, run_batch
+from ot_newton.potentials import Biases, biases_to_potentials
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter
 from ot_newton.result import SinkhornResult
@@ -36,6 +40,7 @@ SWEEPS = 5
 BACKEND = "cpu"
 CHECK_PASSES = 3
 SUMS_PASSES = 2
+MARGIN = 0.7
 
 
 @dataclass
@@ -97,6 +102,11 @@ class BatchedLoss:
         self.y = torch.stack([loss.y for loss in losses])
         self.wanted = [FIRST_TOL] * len(self.losses)
         self.lane_iterations = self.finished_alone = 0
+        self.stored = all(loss.near is not None for loss in losses)
+        if self.stored:
+            room = self.x.new_empty(self.x.shape[1], self.y.shape[1])
+            for loss in losses:
+                loss.near = LogNewton(room)
 
     def value_and_grad(self, w: Tensor, ids: Sequence[int]) -> list[tuple[float, Tensor]]:
         """(value, gradient) of each lane of ``ids`` at its row of ``w`` (B, dX, dY)."""
@@ -104,8 +114,43 @@ class BatchedLoss:
         found = {k: self._alone(w, k) for k in ids if starts[k] is None}
         swept = [k for k in ids if k not in found]
         if swept:
-            self._sweep(w, swept, [starts[k] for k in swept], found)
+            finish = self._solve_stored if self.stored else self._sweep
+            finish(w, swept, [starts[k] for k in swept], found)
         return [found[k] for k in ids]
+
+    def _solve_stored(self, w: Tensor, lanes: list[int], starts: list[Any], found: dict[int, Any]) -> None:
+        """`LogNewton` lane by lane; gradients and values of all lanes at once."""
+        problem = OTProblem(self.x[lanes] @ w[lanes], self.y[lanes], eps=self.losses[lanes[0]].eps)
+        start = start_biases(problem, tuple(torch.stack([s[side] for s in starts]) for side in (0, 1)))
+        assert start is not None
+        floor, c = 4 * noise_floor(problem), problem.centred
+        ends, sums = [], []
+        for k, lane, y in zip(lanes, bound(problem, start), c.y, strict=True):
+            solver = self.losses[k].near
+            assert solver is not None
+            ends.append(solver.solve(lane, max(floor, MARGIN * self.wanted[k])))
+            sums.append(solver.transport(torch.cat([torch.ones_like(y[:, :1]), y], 1)))
+        rows = torch.stack(sums)
+        cloud = gradient_x(problem.cost_scale, c.x, rows[:, :, 0], rows[:, :, 1:], c.shift)
+        gradients = self.x[lanes].mT @ cloud
+        biases = Biases(torch.stack([end.row for end in ends]), torch.stack([end.col for end in ends]))
+        f, g = biases_to_potentials(problem, biases)
+        # The dual value; the mass of a plan with exact rows is 1.
+        values = (c.a * f).sum(-1) + (c.b * g).sum(-1)
+        for row, (k, end) in enumerate(zip(lanes, ends, strict=True)):
+            loss = self.losses[k]
+            self.lane_iterations += end.iterations
+            loss.plan_passes += end.passes + 1
+            loss.n_sinkhorn += end.iterations
+            earlier = loss.warm_state()["points"][:1]
+            if not end.converged:
+                found[k] = self._alone(w, k)
+                continue
+            loss.load_warm_state({"points": [(w[k].clone(), f[row], g[row]), *earlier]})
+            found[k] = (float(values[row]), gradients[row])
+            if end.error > max(loss.error_wanted(gradients[row]), floor):
+                found[k] = self._alone(w, k, earlier)
+            self.wanted[k] = min(FIRST_TOL, loss.error_wanted(found[k][1]))
 
     def _sweep(self, w: Tensor, lanes: list[int], starts: list[Any], found: dict[int, Any]) -> None:
         """Packed iterations, each lane to its own tolerance; what they leave is finished alone."""
@@ -231,6 +276,8 @@ class AdamBatch:
     def save(self, path: Path, tag: Sequence[str]) -> None:
         """Write everything a later process needs to go on; the old file is replaced at once.
 
+        Kept inverses are dropped, here as there, so that a resumed run takes the same steps.
+
         Args:
             path: of the checkpoint.
             tag: names of the lanes.
@@ -247,6 +294,9 @@ class AdamBatch:
             "counts": (self.batch.lane_iterations, self.batch.finished_alone),
             "lanes": [self._lane_state(lane) for lane in self.lanes],
         }
+        for lane in self.lanes:
+            if lane.loss.near is not None:
+                lane.loss.near.inverse = None
         part = path.with_suffix(".part")
         torch.save(state, part)
         os.replace(part, path)

@@ -10,6 +10,7 @@ and the whole Hessian (N = dX dY) costs one block Hessian-vector product of N co
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ot_newton.backends.select import DENSE_ENTRIES
 from ot_newton.errors import ConvergenceWarning, Status, check_integer, check_number
+from ot_newton.experiments.regression_inner import LogNewton, bound
+from ot_newton.potentials import Biases
 from ot_newton.problem import OTProblem
+from ot_newton.protocols import PassCounter
 from ot_newton.result import SinkhornResult
-from ot_newton.solve import sinkhorn
+from ot_newton.solve import sinkhorn, start_biases
 from ot_newton.stage import noise_floor
 
 __all__ = ["RegressionLoss", "WeightHessian"]
@@ -31,6 +36,8 @@ HESSIAN_TOL = 1e-9
 FIRST_TOL = 1e-3
 ROUNDS = 8
 EXTRAPOLATE = (-1.0, 2.0)
+ANNEAL = 4.0
+ANNEAL_TOL = 0.1
 
 
 class WeightHessian:
@@ -101,9 +108,9 @@ class RegressionLoss:
 
     The fixed point is solved until the gradient's error, estimated by `2 rms|x| rms|y| * marginal error`,
     is at most 1% of the gradient itself, or ``tol`` is reached: far from a stationary point a rough plan
-    is enough, near one it is not. The Hessian is taken at marginal error 1e-9. The solver is Newton's
-    method on the dual, started from potentials extrapolated from the last two W: outlying points make
-    Sinkhorn's own rate hopeless here.
+    is enough, near one it is not. The Hessian is taken at marginal error 1e-9. The solver is a Newton
+    method (`LogNewton` where the plan can be stored, else Newton on the dual), started from potentials
+    extrapolated from the last two W: outlying points make Sinkhorn's own rate hopeless here.
 
     Args:
         x: (n, dX).
@@ -114,9 +121,10 @@ class RegressionLoss:
 
     Attributes:
         plan_passes: streamed sweeps so far.
-        n_sinkhorn: Sinkhorn and dual Newton iterations so far.
+        n_sinkhorn: Sinkhorn and Newton iterations so far.
         n_hessian: Hessians assembled, each a block of dX dY products.
         missed: solves that ended above the tolerance they were asked for.
+        near: solver of plans that can be stored, None for larger ones.
     """
 
     def __init__(self, x: Tensor, y: Tensor, *, eps: float, tol: float = 1e-12, max_iter: int = 2000) -> None:
@@ -127,6 +135,7 @@ class RegressionLoss:
         self.plan_passes = self.n_sinkhorn = self.n_hessian = self.missed = 0
         self._typical = 2.0 * float(x.square().sum(1).mean().sqrt() * y.square().sum(1).mean().sqrt())
         self._spectral_square = float(torch.linalg.matrix_norm(x, ord=2) ** 2)
+        self.near = LogNewton() if len(x) * len(y) <= DENSE_ENTRIES else None
         self._warm = _WarmStart()
         self._frozen = False
         self._at: Tensor | None = None
@@ -188,22 +197,34 @@ class RegressionLoss:
         return self._warm.predict(w)
 
     def warm_state(self) -> dict[str, Any]:
-        """What the next solve starts from."""
-        return {"points": [(known.w, known.f, known.g) for known in self._warm.known]}
+        """What the next solve starts from: potentials, and the inverse that `LogNewton` keeps."""
+        points = [(known.w, known.f, known.g) for known in self._warm.known]
+        return {"points": points, "inverse": self._inverse}
 
     def load_warm_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `warm_state`."""
+        """Inverse of `warm_state`; without "inverse" the kept one stays."""
+        if "inverse" in state:
+            self._inverse = state["inverse"]
         self._warm = _WarmStart(tuple(_Known(*point) for point in state["points"]))
         self._at = self._result = self._hessian = None
 
     @contextlib.contextmanager
     def freeze(self) -> Iterator[None]:
-        """Potentials of warm starts do not move inside."""
+        """What warm starts begin from does not move inside."""
         before, self._frozen = self._frozen, True
         try:
             yield
         finally:
             self._frozen = before
+
+    @property
+    def _inverse(self) -> Tensor | None:
+        return None if self.near is None else self.near.inverse
+
+    @_inverse.setter
+    def _inverse(self, value: Tensor | None) -> None:
+        if self.near is not None:
+            self.near.inverse = value
 
     def _is_at(self, w: Tensor) -> bool:
         return self._at is not None and torch.equal(self._at, w)
@@ -228,7 +249,7 @@ class RegressionLoss:
 
     def _solve(self, w: Tensor, tol: float, accuracy: float) -> tuple[SinkhornResult, Tensor]:
         """Refine the plan at ``w`` until the gradient is relatively accurate, or to ``tol``."""
-        w = w.detach()
+        w, inverse = w.detach(), self._inverse
         problem = OTProblem(self.x @ w, self.y, eps=self.eps)
         floor = max(tol, 4 * noise_floor(problem))
         known = self._result if self._is_at(w) else None
@@ -247,7 +268,9 @@ class RegressionLoss:
                 break
         if result is not known:
             self._at, self._result, self._hessian = w.clone(), result, None
-            if not self._frozen:
+            if self._frozen:
+                self._inverse = inverse
+            else:
                 self._warm = self._warm.moved_to(self._at, result)
         self._count(result)
         return result, gradient
@@ -255,8 +278,19 @@ class RegressionLoss:
     def _sinkhorn(self, problem: OTProblem, tol: float, init: Any) -> SinkhornResult:
         """One solve; a missed tolerance is counted, and the gradient's floor tells the solver by how much.
 
-        Potentials carried over from a W too far away can overflow: then it starts anew.
+        Where the plan can be stored, `LogNewton`: from the potentials at hand, and from annealed ones where
+        these are too far away. Else, and where that fails, Newton on the dual.
         """
+        self._passes_seen = 0
+        if self.near is not None:
+            result = None if init is None else self._solve_near(self.near, problem, tol, init)
+            if result is None or not result.converged:
+                init = self._annealed(problem, self.near)
+                if init is not None:
+                    result = self._solve_near(self.near, problem, tol, init, stubborn=True)
+            if result is not None and result.converged:
+                return result
+            init = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             result = sinkhorn(problem, tol=tol, max_iter=self.max_iter, init=init, method="newton")
@@ -265,5 +299,44 @@ class RegressionLoss:
         self.missed += not bool(result.converged)
         self.n_sinkhorn += int(result.n_iter)
         self._passes_seen = 0
+        self._count(result)
+        return result
+
+    def _annealed(self, problem: OTProblem, solver: LogNewton) -> Any:
+        """Rough potentials at `ANNEAL` times eps, from larger ones; None where that fails."""
+        largest = problem.centred.max_cost
+        count = max(1, math.ceil(math.log(max(1.0, largest / problem.eps), ANNEAL)))
+        start: Any = (torch.zeros_like(problem.x[:, 0]), torch.zeros_like(problem.y[:, 0]))
+        for k in range(count, 0, -1):
+            warmer = OTProblem(problem.x, problem.y, eps=self.eps * ANNEAL**k)
+            start = self._solve_near(solver, warmer, ANNEAL_TOL, start, stubborn=True)
+            if not math.isfinite(float(start.marginal_error)):
+                return None
+        return start.potentials
+
+    def _solve_near(
+        self, solver: LogNewton, problem: OTProblem, tol: float, init: Any, *, stubborn: bool = False
+    ) -> SinkhornResult:
+        """`LogNewton` from ``init``, as a result; its passes are counted."""
+        start = start_biases(problem, init)
+        assert start is not None
+        (lane,) = bound(problem, start)
+        end = solver.solve(lane, tol, stubborn=stubborn)
+        self.n_sinkhorn += end.iterations
+        counter = PassCounter()
+        counter.add(end.passes)
+        self._passes_seen = 0
+        result = SinkhornResult(
+            problem=problem,
+            biases=Biases(end.row[None], end.col[None]),
+            statuses=(Status.CONVERGED if end.converged else Status.MAX_ITER,),
+            iterations=torch.tensor([end.iterations]),
+            errors=torch.tensor([end.error], dtype=torch.float64),
+            noise_floor=noise_floor(problem),
+            tol=tol,
+            counter=counter,
+            history=(),
+            backend="dense",
+        )
         self._count(result)
         return result

@@ -20,7 +20,7 @@ from ot_newton.solvers.switching import FIRST_ORDER, NEWTON, STAY, CurvatureRepo
 
 __all__ = ["adam_rows", "first_order_rows"]
 
-CHECKPOINT_EVERY = 50
+CHECKPOINT_EVERY = 100
 
 
 def _lane_curvature(lane: Lane, w: Tensor, *, threshold: float, seed: int) -> EigenEstimate:
