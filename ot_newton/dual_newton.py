@@ -50,6 +50,7 @@ LAST_FORCING_FLOOR = 1e-5
 CG_CAP = 400
 STALLED_STEPS = 6
 FALLBACK_ITERATIONS = 8
+POLISH_STEPS = 3
 LARGEST_MOVE = 32.0
 WORTHWHILE = 0.5
 LEAST = 1e-150
@@ -217,6 +218,7 @@ class _Newton:
         self.iteration, self.history = iteration, list(history)
         self.best = float("inf")
         self.idle = 0
+        self.whole = True
         self.began = time.perf_counter()
 
     def terminate(self, state: _State) -> Status | None:
@@ -235,7 +237,8 @@ class _Newton:
                     return Status.CALLBACK
             except StopIteration:
                 return Status.CALLBACK
-        self.idle = 0 if error < 0.7 * self.best else self.idle + 1
+        # A deflated iteration that does little is followed by a Newton step: only these can stagnate.
+        self.idle = 0 if error < 0.7 * self.best else self.idle + self.whole
         self.best = min(self.best, error)
         if self.idle >= STALLED_STEPS and error <= 1e3 * self.floor:
             return Status.STAGNATION
@@ -253,7 +256,8 @@ class _Newton:
     def step(self, state: _State) -> _State:
         """A deflated iteration where those do, else a Newton step."""
         space = self.dual.deflation
-        if space is None or not space.lenient or not space.matches(state.biases.col):
+        self.whole = space is None or not space.lenient or not space.matches(state.biases.col)
+        if space is None or self.whole:
             return self._newton(state)
         self.iteration += 1
         if state.row is not None:
@@ -300,6 +304,8 @@ class _Newton:
         while status is None:
             state = self.step(state)
             status = self.terminate(state)
+        if status is Status.CONVERGED and self.options.tol <= self.floor:
+            state = self._polish(state)
         if state.row is None or state.col is None:
             state = self.dual.at(state.biases, state.row, state.col)
         assert state.row is not None
@@ -315,6 +321,15 @@ class _Newton:
             torch.ones(1, dtype=torch.bool, device=device),
             (state.row, state.col),
         )
+
+    def _polish(self, state: _State) -> _State:
+        """Steps beyond a tolerance at the rounding floor, as long as they help: slow modes end later."""
+        for _ in range(POLISH_STEPS):
+            further = self._audited(self._newton(state))
+            if not further.error < state.error:
+                break
+            state = further
+        return state
 
     def _conjugate(self, biases: Biases, row: Tensor, col: Tensor) -> Biases:
         """Potentials of atoms without mass, which no step moves: the best for the other side."""

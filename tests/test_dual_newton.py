@@ -152,6 +152,15 @@ def test_float32_default_tolerance_is_reached() -> None:
         assert result.marginal_error <= 10 * result.noise_floor
 
 
+@pytest.mark.parametrize("method", ["newton", "auto"])
+def test_float32_far_down_converges(method: str) -> None:
+    """Deflated iterations that do little there are no sign of stagnation."""
+    for seed in range(2):
+        case = seeded(200, 200, 8, 0.005, seed=seed)
+        result = otn.sinkhorn(problem_of(case, torch.float32), method=method, backend="cpu", max_iter=300)
+        assert result.converged, result
+
+
 def test_iteration_cap_warns() -> None:
     with pytest.warns(ConvergenceWarning, match="MAX_ITER"):
         result = otn.sinkhorn(problem_of(SLOW), method="newton", tol=1e-12, max_iter=33)
