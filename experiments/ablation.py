@@ -34,7 +34,16 @@ from ot_newton.errors import check_choice, check_integer
 from ot_newton.experiments.bench import nsight
 from ot_newton.experiments.bench.child import child, close_children, need_triton
 from ot_newton.experiments.bench.launches import PIPELINES
-from ot_newton.experiments.runs import Row, RowFile, Task, check_folder, load_average, run_tasks, versions
+from ot_newton.experiments.runs import (
+    Row,
+    RowFile,
+    Task,
+    check_folder,
+    load_average,
+    new_table,
+    run_tasks,
+    versions,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -243,18 +252,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [table for table in made if table.row_count]
 
 
-def _table(title: str, names: Sequence[str], left: int) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number < left else "right")
-    return table
-
-
 def _launch_table(rows: Sequence[Row]) -> Table:
     names = ("pipeline", "n = m", "d", "Triton", "others", "syncs", "bytes", "bytes per pair", "over ours")
-    table = _table(f"{NAME}: launches and bytes of one half-iteration of the solver", names, 1)
+    table = new_table(f"{NAME}: launches and bytes of one half-iteration of the solver", names, 1)
     ours = {row["settings"]["n"]: row["bytes"] for row in rows if row["settings"]["pipeline"] == "triton"}
     for row in rows:
         s = row["settings"]
@@ -278,7 +278,7 @@ def _code_table(rows: Sequence[Row], tile: str) -> Table:
         "d", "precision", "arch", "tile m x n x d", "warps", "registers", "spills", "shared", "FMA",
         "tensor core", "EX2", "LDS/STS", "LDG/STG", "all", "ieee over it",
     )  # fmt: skip
-    table = _table(f"{NAME}: instructions per pair of a stabilized step, {tile} tile", names, 2)
+    table = new_table(f"{NAME}: instructions per pair of a stabilized step, {tile} tile", names, 2)
     some = [row for row in rows if row["settings"]["tile"] == tile]
     plain = {
         (row["settings"]["d"], row["settings"]["arch"]): row["per_pair"]["issued"]
@@ -304,7 +304,7 @@ def _code_table(rows: Sequence[Row], tile: str) -> Table:
 
 
 def _profile_table(rows: Sequence[Row]) -> Table:
-    table = _table(f"{NAME}: Nsight Compute", ("n = m", "d", "precision", "status", "what"), 5)
+    table = new_table(f"{NAME}: Nsight Compute", ("n = m", "d", "precision", "status", "what"), 5)
     for row in rows:
         s = row["settings"]
         table.add_row(str(s["n"]), str(s["d"]), s["precision"], row["status"], row["summary"])

@@ -22,18 +22,18 @@ from torch import Tensor
 
 from ot_newton.errors import check_choice, check_integer, check_number
 from ot_newton.experiments.dense_hessian import DenseHessian, dense_hessian
-from ot_newton.experiments.runs import Row, RowFile, Task, check_folder, load_average, run_tasks
+from ot_newton.experiments.runs import Row, Task, check_folder, load_average
 from ot_newton.problem import OTProblem
 from ot_newton.result import SinkhornResult
 from ot_newton.solve import sinkhorn
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Config", "build", "plot", "run", "run_one", "tables"]
+__all__ = ["Config", "build", "describe", "plot", "run_one", "tables"]
 
 NAME = ROWS = "hvp-accuracy"
+JOBS: int | None = None  # one per core
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 TARGETS = {"float64": 1e-9, "float32": 1e-4}
 TIGHT = 1e-13
@@ -200,29 +200,8 @@ def _relative(product: Tensor, matrix: np.ndarray[Any, Any], v: Tensor) -> float
     return float(((product.double() - exact).norm(dim=0) / exact.norm(dim=0)).max())
 
 
-def run(
-    config: Config,
-    out: str | Path = "results",
-    *,
-    jobs: int | str | None = None,
-    console: Console | None = None,
-) -> list[Row]:
-    """Run what is missing in ``out``; returns the rows of this configuration.
-
-    Args:
-        config: what to run.
-        out: folder of ``hvp-accuracy.jsonl``.
-        jobs: see `run_tasks`.
-        console: for the progress bar.
-
-    Raises:
-        ValueError: bad folder or file of rows, before any run.
-    """
-    file = RowFile(check_folder("out", out) / f"{ROWS}.jsonl")
-    return run_tasks(build(config), run_one, file, jobs=jobs, console=console, describe=_describe)
-
-
-def _describe(row: Row) -> str:
+def describe(row: Row) -> str:
+    """A line for the progress bar."""
     if "error" not in row:
         return f"{row['label']}: {row['status']}, {row['message']}"
     return f"{row['label']}: error {row['error']:.1e}, CG {max(row['cg_iterations_single'])}"

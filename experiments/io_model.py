@@ -34,7 +34,16 @@ from ot_newton.backends.triton_kernels.configs import (
 )
 from ot_newton.errors import check_choice, check_integer
 from ot_newton.experiments.bench.child import child, close_children, need_triton
-from ot_newton.experiments.runs import Row, RowFile, Task, check_folder, load_average, run_tasks, versions
+from ot_newton.experiments.runs import (
+    Row,
+    RowFile,
+    Task,
+    check_folder,
+    load_average,
+    new_table,
+    run_tasks,
+    versions,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -304,18 +313,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [table for table in made if table.row_count]
 
 
-def _table(title: str, names: Sequence[str], left: int) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number < left else "right")
-    return table
-
-
 def _exponents(rows: Sequence[Row]) -> Table:
     names = ("design", "quantity", "rows", "n", "m", "d", "M", "residual", "deviation", "within 5%")
-    table = _table(f"{NAME}: exponents by least squares in logs (expected)", names, 2)
+    table = new_table(f"{NAME}: exponents by least squares in logs (expected)", names, 2)
     for design, expected in EXPECTED.items():
         chosen = _counted(rows, design)
         for quantity, label in (("dominating", "dominating term"), ("moved", "all bytes")):
@@ -337,7 +337,7 @@ def _absolute(rows: Sequence[Row]) -> Table:
     if resident := _counted(rows, "resident"):
         fitted = ", ".join(f"{value:.2f} {name}" for name, value in terms(resident).items())
         title += f" (least squares: {fitted})"
-    table = _table(title, names, 1)
+    table = new_table(title, names, 1)
     for design in EXPECTED:
         chosen = _counted(rows, design)
         for d in sorted({row["d"] for row in chosen}):
@@ -357,7 +357,7 @@ def _range(values: Sequence[float]) -> str:
 
 def _shipped(rows: Sequence[Row]) -> Table:
     names = ("d", "precision", "tile", "n = m", "bytes", "bytes per pair", "over compulsory", "= implied")
-    table = _table(f"{NAME}: the shipped tiles", names, 3)
+    table = new_table(f"{NAME}: the shipped tiles", names, 3)
     for row in _counted(rows, "shipped"):
         tile = row["settings"]["tile"]
         table.add_row(

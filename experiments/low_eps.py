@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from ot_newton.errors import check_choice, check_integer, check_number
-from ot_newton.experiments.runs import Row, RowFile, Task, check_folder, load_average, run_tasks
+from ot_newton.experiments.runs import Row, Task, check_folder, load_average
 from ot_newton.experiments.shuffled_regression import marginal_recheck
 from ot_newton.problem import OTProblem
 from ot_newton.solve import sinkhorn
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Config", "build", "plot", "run", "run_one", "tables"]
+__all__ = ["Config", "build", "describe", "plot", "run_one", "tables"]
 
 NAME = ROWS = "low-eps"
+JOBS: int | None = 1  # rows are timed
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 METHODS: dict[str, dict[str, Any]] = {
     "sinkhorn": {"method": "sinkhorn", "anneal": False},
@@ -146,30 +146,8 @@ def run_one(task: Task) -> Row:
     }
 
 
-def run(
-    config: Config,
-    out: str | Path = "results",
-    *,
-    jobs: int | str | None = None,
-    console: Console | None = None,
-) -> list[Row]:
-    """Run what is missing in ``out``; returns the rows of this configuration.
-
-    Args:
-        config: what to run.
-        out: folder of ``low-eps.jsonl``.
-        jobs: see `run_tasks`; None: one, since rows are timed.
-        console: for the progress bar.
-
-    Raises:
-        ValueError: bad folder or file of rows, before any run.
-    """
-    file = RowFile(check_folder("out", out) / f"{ROWS}.jsonl")
-    count = 1 if jobs is None else jobs
-    return run_tasks(build(config), run_one, file, jobs=count, console=console, describe=_describe)
-
-
-def _describe(row: Row) -> str:
+def describe(row: Row) -> str:
+    """A line for the progress bar."""
     if "plan_passes" not in row:
         return f"{row['label']}: {row['status']}, {row['message']}"
     return f"{row['label']}: {row['status']}, {row['plan_passes']} passes, {row['seconds']:.2f} s"

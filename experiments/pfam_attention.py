@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 from ot_newton.errors import check_choice, check_integer, check_number
 from ot_newton.experiments.pfam_data import FAMILIES, find_alignment, read_alignment
 from ot_newton.experiments.pfam_pairs import Family, draw_pairs, held_out_pairs, make_family, references
-from ot_newton.experiments.runs import Row, RowFile, Task, check_folder, load_average, run_tasks
+from ot_newton.experiments.runs import Row, Task, check_folder, load_average
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Config", "build", "plot", "run", "run_one", "tables"]
+__all__ = ["Config", "build", "describe", "plot", "prepare", "run_one", "tables"]
 
 NAME = ROWS = "pfam-attention"
+JOBS: int | None = 1  # runs are timed and use all cores
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "balanced, R=2": {"tail_steps": 2, "dustbin": None},
     "balanced, R=4": {"tail_steps": 4, "dustbin": None},
@@ -193,36 +193,18 @@ def _reference_row(family: Family, task: Task) -> Row:
     }
 
 
-def run(
-    config: Config,
-    out: str | Path = "results",
-    *,
-    jobs: int | str | None = None,
-    console: Console | None = None,
-) -> list[Row]:
-    """Run what is missing in ``out``; returns the rows of this configuration.
-
-    Args:
-        config: what to run.
-        out: folder of ``pfam-attention.jsonl`` and of one checkpoint per run, from which a rerun goes on.
-        jobs: see `run_tasks`; None: one, since runs are timed and use all cores.
-        console: for the progress bar.
+def prepare(config: Config, folder: Path) -> list[Task]:
+    """The tasks, with the family; a checkpoint per run lies in the folder, from which a rerun goes on.
 
     Raises:
-        ValueError: bad folder or file of rows, a missing package, no alignment or too short a one, before any
-            run.
+        ValueError: a missing package, no alignment or too short a one.
     """
-    folder = check_folder("out", out)
     _check_packages()
     path = find_alignment(config.family, alignment=config.alignment, cache=config.cache, fetch=config.fetch)
     family = make_family(read_alignment(path), held_out=config.held_out, seed=config.seed)
-    tasks = [replace(task, payload=(family, str(folder))) for task in build(config, family)]
     for pool in (family.train, family.held_out):  # too narrow a band is an error now, not in every row
         draw_pairs(family, pool, 1, length=config.length, bandwidth=config.bandwidth, seed=(config.seed,))
-    file = RowFile(folder / f"{ROWS}.jsonl")
-    return run_tasks(
-        tasks, run_one, file, jobs=1 if jobs is None else jobs, console=console, describe=_describe
-    )
+    return [replace(task, payload=(family, str(folder))) for task in build(config, family)]
 
 
 def _check_packages() -> None:
@@ -231,7 +213,8 @@ def _check_packages() -> None:
         raise ValueError(f"{NAME} needs {' and '.join(missing)}: pip install 'ot-newton[pfam]'")
 
 
-def _describe(row: Row) -> str:
+def describe(row: Row) -> str:
+    """A line for the progress bar."""
     return f"{row['label']}: {row['status']}, {row['message']}"
 
 

@@ -1,7 +1,9 @@
 """The studies by name: configuration files, running, and plotting from rows alone.
 
 A study is a module with `NAME`, `ROWS` (the stem of its file of rows), `SMOKE` (settings of a quick run), a
-frozen dataclass `Config`, and `run(config, out, jobs=, console=)`, `tables(rows)`, `plot(rows, out)`.
+frozen dataclass `Config`, `tables(rows)` and `plot(rows, out)`. Its rows come from a list of tasks,
+`build(config)` or, where something is to be checked first, `prepare(config, folder)`, with `run_one(task)`,
+`describe(row)` and `JOBS`, the processes by default; or from its own `run(config, out, jobs=, console=)`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ot_newton.experiments.bench.__main__ import TABLES
-from ot_newton.experiments.runs import Row, RowFile
+from ot_newton.experiments.runs import Row, RowFile, check_folder, run_tasks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -201,8 +203,27 @@ def run_study(
     base = dict(module.SMOKE) if smoke else {}
     source = "--smoke" if config is None else os.fspath(config)
     made = make_config(module.Config, base | given, source)
-    rows = module.run(made, out, jobs=jobs, console=console)
+    rows = _rows(module, made, out, jobs, console)
     return Outcome(study, rows, module.tables(rows), module.plot(rows, out))
+
+
+def _rows(
+    module: Any, config: Any, out: str | Path, jobs: int | str | None, console: Console | None
+) -> list[Row]:
+    """Rows of a study: those of its own `run`, or of its list of tasks."""
+    if hasattr(module, "run"):
+        rows: list[Row] = module.run(config, out, jobs=jobs, console=console)
+        return rows
+    folder = check_folder("out", out)
+    tasks = module.prepare(config, folder) if hasattr(module, "prepare") else module.build(config)
+    return run_tasks(
+        tasks,
+        module.run_one,
+        RowFile(folder / f"{module.ROWS}.jsonl"),
+        jobs=module.JOBS if jobs is None else jobs,
+        console=console,
+        describe=module.describe,
+    )
 
 
 def replot(folder: str | os.PathLike[str]) -> list[Outcome]:

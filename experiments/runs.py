@@ -24,6 +24,7 @@ from ot_newton.experiments.row_file import (
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 __all__ = [
     "Row",
@@ -31,12 +32,23 @@ __all__ = [
     "Task",
     "check_folder",
     "load_average",
+    "new_table",
     "row_head",
     "run_tasks",
     "settings_key",
     "usable_cores",
     "versions",
 ]
+
+
+def new_table(title: str, names: Sequence[str], left: int, *, no_wrap: bool = False) -> Table:
+    """An empty table: the first ``left`` columns are text, the others numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(names):
+        table.add_column(name, justify="left" if number < left else "right", no_wrap=no_wrap)
+    return table
 
 
 def usable_cores() -> int:

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ot_newton.errors import check_choice, check_integer, check_number
-from ot_newton.experiments.runs import Row, RowFile, Task, check_folder, load_average, run_tasks
+from ot_newton.experiments.runs import Row, Task, check_folder, load_average, new_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Config", "build", "plot", "run", "run_one", "tables"]
+__all__ = ["Config", "build", "describe", "plot", "prepare", "run_one", "tables"]
 
 NAME = ROWS = "tail-exactness"
+JOBS: int | None = 1  # cases of one shape share compiled programs
 CASES: dict[str, dict[str, Any]] = {
     "dense 24, scale 0.3": {"n": 24, "bandwidth": 24, "scale": 0.3},
     "dense 24, scale 1": {"n": 24, "bandwidth": 24, "scale": 1.0},
@@ -127,32 +127,19 @@ def run_one(task: Task) -> Row:
     }
 
 
-def run(
-    config: Config,
-    out: str | Path = "results",
-    *,
-    jobs: int | str | None = None,
-    console: Console | None = None,
-) -> list[Row]:
-    """Run what is missing in ``out``; returns the rows of this configuration.
-
-    Args:
-        config: what to run.
-        out: folder of ``tail-exactness.jsonl``.
-        jobs: see `run_tasks`; None: one, since cases of one shape share compiled programs.
-        console: for the progress bar.
+def prepare(config: Config, folder: Path) -> list[Task]:
+    """The tasks.
 
     Raises:
-        ValueError: bad folder or file of rows, or JAX is not installed, before any run.
+        ValueError: JAX is not installed.
     """
-    file = RowFile(check_folder("out", out) / f"{ROWS}.jsonl")
     if importlib.util.find_spec("jax") is None:
         raise ValueError(f"{NAME} needs jax: pip install 'ot-newton[jax]'")
-    count = 1 if jobs is None else jobs
-    return run_tasks(build(config), run_one, file, jobs=count, console=console, describe=_describe)
+    return build(config)
 
 
-def _describe(row: Row) -> str:
+def describe(row: Row) -> str:
+    """A line for the progress bar."""
     return f"{row['label']}: {row['status']}, {row['message']}"
 
 
@@ -184,17 +171,25 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         return []
     tau = next(iter(next(iter(groups.values())).values()))["settings"]["tau"]
     heads = [f"R={depth}" for depth in depths]
-    exactness = _table(
+    exactness = new_table(
         f"{NAME}: largest relative error against autodiff of the same surrogate",
         ("case", "backend", *heads, "float32", "with eta", "exact"),
+        2,
+        no_wrap=True,
     )
-    decay = _table(
+    decay = new_table(
         f"{NAME}: bias of stopping the base, |eta_R| / |whole gradient|; gap 1-tanh(D/4); enough: {tau:g}",
         ("case", "backend", "gap", "sigma_2", *heads, "R=2 is", "least R"),
+        2,
+        no_wrap=True,
     )
-    limit = _table(f"{NAME}: distance from the gradient of the converged attention", ("case", *heads))
-    bounds = _table(
-        f"{NAME}: l1 norm of eta_R; its Dobrushin and Hilbert bounds in units of it", ("case", *heads)
+    heading = f"{NAME}: distance from the gradient of the converged attention"
+    limit = new_table(heading, ("case", *heads), 1, no_wrap=True)
+    bounds = new_table(
+        f"{NAME}: l1 norm of eta_R; its Dobrushin and Hilbert bounds in units of it",
+        ("case", *heads),
+        1,
+        no_wrap=True,
     )
     for (case, backend), group in groups.items():
         own = [group.get(depth) for depth in depths]
@@ -205,15 +200,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         limit.add_row(case, *_each(own, "limit_error"))
         bounds.add_row(case, *map(_bounds, own))
     return [exactness, decay, limit, bounds]
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, no_wrap=True, justify="left" if name in ("case", "backend") else "right")
-    return table
 
 
 def _each(rows: Sequence[Row | None], key: str) -> list[str]:

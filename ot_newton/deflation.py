@@ -33,6 +33,7 @@ LARGE_MAX_RITZ = 0.8
 WELL_CONDITIONED = 1e-3
 MIN_STEPS = 12
 SMALL = 128
+HARD_STEPS = 8
 HARVEST_SOLVES = 20
 BLOCK_COLUMNS = 32
 LARGE = 8192
@@ -141,8 +142,10 @@ class Deflation:
             if bool((left.square().sum(1, keepdim=True).sqrt() <= rtol * size).all()):
                 break
             block = applied
+        self.judge(b, steps)
         if steps >= MIN_BLOCK_STEPS:
-            self._set(*_slowest(basis, products, system.metric(steps), self.max_vectors))
+            metric = system.metric() if self.hard else None
+            self._set(*_slowest(basis, products, metric, self.max_vectors))
         return z, left, steps
 
     def amplify(self, v: Tensor) -> Tensor:
@@ -150,9 +153,9 @@ class Deflation:
         assert self.basis is not None and self.values is not None
         return self.basis @ ((1.0 / self.values - 1.0)[None, :, None] * (self.basis.mT @ v))
 
-    def judge(self, b: Tensor, long: bool) -> None:
+    def judge(self, b: Tensor, steps: int) -> None:
         """Remember that a solve took long; small systems are left alone, see `record_steps`."""
-        self.hard = self.hard or (long and b.shape[1] > SMALL)
+        self.hard = self.hard or (steps > HARD_STEPS and b.shape[1] > SMALL)
 
     def attach(self, system: SchurSystem) -> None:
         """Make the space that of this system: after a change of plan, re-orthogonalize and re-apply."""

@@ -329,6 +329,7 @@ class _Newton:
             if not further.error < state.error:
                 break
             state = further
+            self.terminate(state)  # a row of the history; the verdict stands
         return state
 
     def _conjugate(self, biases: Biases, row: Tensor, col: Tensor) -> Biases:

@@ -271,17 +271,19 @@ class SinkhornResult:
         return values.to(self.problem.dtype).reshape((*self.problem.batch_shape, *values.shape[1:]))
 
     @cached_property
-    def _sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Potentials and marginals in float64, (B,.)."""
+    def _lanes(self) -> tuple[Tensor, Tensor]:
+        """Potentials in float64, (B,n) and (B,m)."""
         n, m = self.problem.n, self.problem.m
-        f, g = self.f.double().reshape(-1, n), self.g.double().reshape(-1, m)
-        return f, g, self.linearized.rows()[0].double(), self.linearized.columns()[0].double()
+        return self.f.double().reshape(-1, n), self.g.double().reshape(-1, m)
 
     @cached_property
     def value(self) -> Tensor:
-        """Dual value `<a,f> + <b,g> - eps (sum P - sum a sum b)`, relaxed sides as in MATH 3. (batch)."""
+        """Dual value `<a,f> + <b,g> - eps (sum P - sum a sum b)`, relaxed sides as in MATH 3. (batch).
+
+        Cost: one plan pass, shared with the gradient in x.
+        """
         p, c = self.problem, self.problem.centred
-        f, g, r, _ = self._sums
+        (f, g), r = self._lanes, self.linearized.rows()[0].double()
         a, b = c.a.double(), c.b.double()
         total = -p.eps * (r.sum(-1) - a.sum(-1) * b.sum(-1))
         for potential, weight, rho in ((f, a, p.rho_x), (g, b, p.rho_y)):
@@ -312,7 +314,8 @@ class SinkhornResult:
         Signed, zero at convergence, and no bound: an early-stopped plan is not primal feasible (MATH 3).
         A relaxed side uses the marginal its potential asks for in place of a. (batch).
         """
-        f, g, r, col = self._sums
+        (f, g), plan = self._lanes, self.linearized
+        r, col = plan.rows()[0].double(), plan.columns()[0].double()
         p, c = self.problem, self.problem.centred
         total = torch.zeros_like(r[:, 0])
         for potential, weight, marginal, rho in ((f, c.a, r, p.rho_x), (g, c.b, col, p.rho_y)):

@@ -21,7 +21,6 @@ __all__ = ["SchurSolve", "SchurSystem", "SelfSystem", "safe_inverse"]
 DEFAULT_MAX_CG = 2000
 CG_NOISE = 1.0 / 32.0
 DIRECT_CUTOFF = 32.0
-HARD_STEPS = 8
 CHOLESKY_MARGIN = 1e4
 
 
@@ -134,13 +133,15 @@ class SchurSystem:
         diagonal = 1 - squared.apply(self.row_inverse, 0) * self.half_inverse.square()
         return diagonal.clamp_min(torch.finfo(diagonal.dtype).eps ** 0.5)
 
-    def metric(self, steps: int) -> Tensor | None:
-        """The diagonal, from now on CG's preconditioner, after a solve that took long; else None."""
-        if steps <= HARD_STEPS or self.preconditioner is not None or self.squared is None:
-            return None
-        diagonal = self.diagonal(self.squared())
-        self.jacobi, self.preconditioner = diagonal, lambda v: v / diagonal
-        return diagonal
+    def metric(self) -> Tensor | None:
+        """The diagonal, made at the first call and CG's preconditioner from then on (one plan pass).
+
+        None where there is a preconditioner of the user's or a plan that cannot be squared.
+        """
+        if self.jacobi is None and self.preconditioner is None and self.squared is not None:
+            diagonal = self.diagonal(self.squared())
+            self.jacobi, self.preconditioner = diagonal, lambda v: v / diagonal
+        return self.jacobi
 
     def project(self, z: Tensor) -> Tensor:
         """Remove the null vector (both sides hard) and the atoms of zero weight."""
@@ -177,9 +178,8 @@ class SchurSystem:
             space.attach(self)
             if space.explores(b):
                 first, b, steps = space.explore(self, b, rtol, max_cg)
-                space.judge(b, steps > HARD_STEPS)
             if space.hard:
-                self.metric(HARD_STEPS + 1)
+                self.metric()
         active = space is not None and space.size > 0
         start = space.remove(b) if space is not None and active else b
         reduced = start.square().sum(1, keepdim=True).sqrt()
@@ -206,7 +206,7 @@ class SchurSystem:
         if space is not None and record:
             space.harvest(result, self.jacobi)
         if space is not None:
-            space.judge(b, int(result.iterations.max()) > HARD_STEPS)
+            space.judge(b, int(result.iterations.max()))
         share = (reduced / torch.where(size > 0, size, torch.ones_like(size))).squeeze(1)
         idle = result.reason == int(CGReason.ZERO_RHS)
         scaled = torch.where(idle, share, result.residual * share)

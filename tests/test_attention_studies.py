@@ -179,7 +179,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"pfam-attention needs nonsense_package: pip install 'ot-newton\[pfam\]'"
     ):
-        pfam_attention.run(pfam_attention.Config(), tmp_path)
+        pfam_attention.prepare(pfam_attention.Config(), tmp_path)
 
 
 def test_listing_and_plotting_import_neither_jax_nor_pyhmmer():
