@@ -332,8 +332,7 @@ class _Run:
         estimate, loop = self.loop.estimate, self.loop
         if estimate is None:
             return False
-        length = max(loop.radius or 0.1 * (loop.x_scale or 1.0), 1e-3 * loop.x_scale)
-        found = leave_saddle(loop.point, estimate.vector, estimate.value, length)
+        found = leave_saddle(loop.point, estimate.vector, estimate.value, loop.escape_length())
         if found.point is None:
             loop.note = "no step along the eigenvector lowers the loss beyond its noise"
             return False

@@ -175,6 +175,10 @@ class NewtonLoop:
         self.n_iter += 1
         self._record(kind, point, **values)
 
+    def escape_length(self) -> float:
+        """First length tried along an eigenvector off a saddle."""
+        return max(self.radius or 0.1 * (self.x_scale or 1.0), 1e-3 * self.x_scale)
+
     def add_record(self, kind: str, **values: Any) -> None:
         """Record a probe or a switch at the current point."""
         self._record(kind, self.point, **values)
@@ -226,9 +230,7 @@ class NewtonLoop:
         return self._escape(result.estimate)
 
     def _escape(self, estimate: EigenEstimate) -> Status | None:
-        length = self.radius if self.radius is not None else 0.1 * (self.x_scale or 1.0)
-        length = max(length, 1e-3 * self.x_scale)
-        found = leave_saddle(self.point, estimate.vector, estimate.value, length)
+        found = leave_saddle(self.point, estimate.vector, estimate.value, self.escape_length())
         if found.point is None:
             self.note = "no step along the eigenvector lowers the loss beyond its noise"
             return Status.SADDLE
