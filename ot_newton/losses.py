@@ -34,8 +34,8 @@ class SinkhornLoss(torch.nn.Module):
     """Entropic OT or Sinkhorn divergence between two clouds, twice differentiable in x, y, a and b.
 
     Call it as ``loss(x, y)`` or, with weights, ``loss(a, x, b, y)`` (GeomLoss's order). Batch dimensions
-    go in front, (B, n, d). The derivatives are those of MATH 4 to 7: a backward costs at most two plan
-    passes, a double backward one streamed joint Hessian-vector product; `torch.func` transforms and
+    go in front, (B, n, d). The derivatives are those of MATH 4 to 7: a backward costs one plan pass
+    each for y, a and b, none for x, a double backward one streamed joint Hessian-vector product; `torch.func` transforms and
     `torch.autograd.functional` work on it, a third derivative raises.
 
     Successive calls on clouds of the same sizes start from the last potentials (``warm_start``); these
@@ -318,8 +318,8 @@ def ot_cost(
         **options: rho_x, rho_y, rtol, max_cg and those of `sinkhorn`.
 
     Returns:
-        (...) the value in the compute dtype (half inputs: float32). Cost: `sinkhorn`'s; at most 2 plan
-        passes for a backward, 2 to 4 and 2 per CG step for a double backward.
+        (...) the value in the compute dtype (half inputs: float32). Cost: `sinkhorn`'s and one plan
+        pass; one more each for gradients in y, a and b; 2 to 4 and 2 per CG step for a double backward.
 
     Raises:
         TypeError, ValueError: as `OTProblem` and `sinkhorn`.
