@@ -35,8 +35,8 @@ class SinkhornLoss(torch.nn.Module):
 
     Call it as ``loss(x, y)`` or, with weights, ``loss(a, x, b, y)`` (GeomLoss's order). Batch dimensions
     go in front, (B, n, d). The derivatives are those of MATH 4 to 7: a backward costs one plan pass
-    each for y, a and b, none for x, a double backward one streamed joint Hessian-vector product; `torch.func` transforms and
-    `torch.autograd.functional` work on it, a third derivative raises.
+    each for y, a and b, none for x, a double backward one streamed joint Hessian-vector product;
+    `torch.func` transforms and `torch.autograd.functional` work on it, a third derivative raises.
 
     Successive calls on clouds of the same sizes start from the last potentials (``warm_start``); these
     are the loss's state, see `warm_state`, `load_warm_state` and `freeze`.
