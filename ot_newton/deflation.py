@@ -57,7 +57,10 @@ class Deflation:
         hard: whether a solve has taken so long that a diagonal preconditioner is worth its pass.
         lenient: whether the dual Newton may try it as an approximate inverse: it has just been made, or no
             try has failed.
+        worthwhile: that goes on for as long as a step takes the error below this part of it.
     """
+
+    worthwhile = 0.5
 
     def __init__(self, max_vectors: int = MAX_VECTORS, budget: int = BUDGET_BYTES) -> None:
         self.max_vectors, self.budget = max_vectors, budget
@@ -70,18 +73,21 @@ class Deflation:
         self._owner: SchurSystem | None = None
 
     @classmethod
-    def carried(cls, space: tuple[Tensor, Tensor] | None) -> Deflation:
+    def carried(cls, space: tuple[Tensor, Tensor, Tensor] | None) -> Deflation:
         """A space that starts from another's `state`; empty for None."""
         out = cls()
         if space is not None:
-            out.basis, out.values = space
+            out.basis, out.values, hard = space
+            out.hard = bool(hard)
             out.lenient = True
         return out
 
     @property
-    def state(self) -> tuple[Tensor, Tensor] | None:
-        """Vectors (1,m,p) and Ritz values (p,), never changed in place; None while empty."""
-        return None if self.basis is None or self.values is None else (self.basis, self.values)
+    def state(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Vectors (1,m,p), Ritz values (p,) and `hard`, never changed in place; None while empty."""
+        if self.basis is None or self.values is None:
+            return None
+        return self.basis, self.values, torch.tensor(self.hard)
 
     @property
     def size(self) -> int:

@@ -7,40 +7,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ot_newton.protocols import Plan
 from ot_newton.schur import SchurSolve
 
 __all__ = [
     "Direction",
     "HessianStats",
-    "TransposedPlan",
     "dot_size",
     "flatten_columns",
     "rowdot",
     "total_of",
     "unflatten_block",
 ]
-
-
-class TransposedPlan:
-    """`P^T` as a plan: the two sides change roles."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def apply(self, v: Tensor, axis: int) -> Tensor:
-        """See `Plan.apply`."""
-        return self.plan.apply(v, 1 - axis)
-
-    def apply_hadamard(
-        self, left: Tensor, right: Tensor, v: Tensor, axis: int, transport: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `Plan.apply_hadamard`."""
-        return self.plan.apply_hadamard(right, left, v, 1 - axis, transport)
-
-    def to_dense(self) -> Tensor:
-        """See `Plan.to_dense`."""
-        return self.plan.to_dense().mT
 
 
 @dataclass(frozen=True, eq=False)

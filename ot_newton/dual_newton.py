@@ -1,24 +1,23 @@
-"""Truncated Newton on the dual, for low eps and for warm starts (MATH 8).
+"""Truncated Newton on the semi-dual, for low eps and for warm starts (MATH 8).
 
-With `a~ = a exp(-f/rho_x)` and `b~` alike (a, b for hard sides), the dual has gradient `[a~ - r; b~ - c]`
-and Hessian `-H*/eps` (at its optimum). A step solves the Schur system with right-hand side eps times the
-gradient, deflated and as inexactly as the progress allows, and is taken only as far as the dual value
-does not decrease; a Sinkhorn iteration, whose sums the next step needs anyway, follows it, and some replace
-a step that fails.
+With w the best for u, what is left of the dual is a concave function of u alone, with gradient `b~ - c`
+(`b~ = b exp(-g/rho)`, b for a hard side) and Hessian -S/eps, S the Schur complement. A Newton step is
 
-Where slow modes U with Ritz values T are at hand, a step without CG may do. With w the best for u, the
-increment of Sinkhorn's u is `D^-1` times the gradient of the semi-dual (D = D_c k_y), whose Hessian is the
-Schur complement: one Jacobi step. Its slow part is made a Newton step,
+    u' = u + S^+ (b~ - c) = u + D^-1/2 S^^+ D^-1/2 (b~ - c),    D = D_c k_y.
 
-    u' = u + du + D^-1/2 U (T^-1 - I) U^T D^1/2 du,
+Sinkhorn's own increment of u is `D^-1 (b~ - c)` to first order: one Jacobi step on the same system. S^^+ is
 
-for no pass beyond Sinkhorn's two. Such deflated iterations go on while each at least halves the error and
-the dual does not decrease.
+    kept      the inverse at hand, for as long as it does: where plans are stored, the factor of an earlier
+              one (`KeptInverse`); else the slow modes U with Ritz values T of earlier solves, whose part of
+              Sinkhorn's increment j is made a Newton step, `j + D^-1/2 U (T^-1 - I) U^T D^1/2 j`
+    solved    a factorization of the plan at hand; else deflated CG, as exact as the progress allows, and a
+              Sinkhorn iteration for the fast modes that CG leaves
 
-Cost of a Newton step: 2 passes and 2 per CG step for the direction, 1 for its length, 2 for the iteration
-(1 for the last step, whose two-sided error is the audit); of a deflated iteration 2.
+Every step is taken only as far as the dual value does not decrease, and Sinkhorn iterations replace one
+that fails. Cost of a step: 1 pass for every length tried and 1 at the end; a solve by CG 2 more for every CG
+step and 2 for the iteration.
 
-Source: truncated Newton for EOT duals (arXiv 2504.02067), here with recycled deflation.
+Source: truncated Newton for EOT duals (arXiv 2504.02067), here on the semi-dual with recycled inverses.
 """
 
 from __future__ import annotations
@@ -33,16 +32,22 @@ from torch import Tensor
 from ot_newton.deflation import Deflation
 from ot_newton.errors import Status
 from ot_newton.fixed_point import FixedPoint, IterationInfo, SinkhornOptions, run_sinkhorn
+from ot_newton.kept import KeptInverse
 from ot_newton.potentials import LOG2E, Biases
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter, PlanBackend
-from ot_newton.schur import SchurSystem, safe_inverse
+from ot_newton.schur import SchurSystem
 from ot_newton.stage import Stage, noise_floor
 
-__all__ = ["continue_newton", "run_dual_newton"]
+__all__ = ["Inverse", "continue_newton", "run_dual_newton"]
+
+Inverse = Deflation | KeptInverse
+"""What knows an approximate inverse of the Schur complement from one plan to the next."""
 
 WARM_ITERATIONS = 30
+APPROACH_RATE = 0.7
 NEAR = 0.1
+FAR = 0.3
 MAX_BACKTRACKS = 6
 FORCING = 0.1
 FORCING_FLOOR = 1e-3
@@ -52,151 +57,152 @@ STALLED_STEPS = 6
 FALLBACK_ITERATIONS = 8
 POLISH_STEPS = 3
 LARGEST_MOVE = 32.0
-WORTHWHILE = 0.5
-LEAST = 1e-150
+LEAST = 1e-30
 
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """Biases with the sums that tell their marginals; None for a side just updated: it is exact."""
+    """Biases with w the best for u, and the column sums there.
+
+    Attributes:
+        biases: `w (1,n)`, `u (1,m)`.
+        col: `M (1,m)`.
+        error: L1 marginal error relative to the mass, of the column side until both are measured.
+        row: `L (1,n)` once both are.
+        rise: of the dual value in the last step.
+    """
 
     biases: Biases
-    row: Tensor | None
-    col: Tensor | None
+    col: Tensor
     error: float
+    row: Tensor | None = None
+    rise: float = math.inf
 
 
-class _Dual:
-    """Dual value, gradient and Newton step at biases (w, u); one lane."""
+class _SemiDual:
+    """Value, gradient and Newton step of the semi-dual at u; one lane."""
 
-    def __init__(
-        self, problem: OTProblem, stage: Stage, deflation: Deflation | None, *, direct: bool
-    ) -> None:
-        self.problem, self.stage, self.deflation, self.direct = problem, stage, deflation, direct
+    def __init__(self, stage: Stage, inverse: Inverse | None) -> None:
+        self.stage, self.inverse = stage, inverse
+        self.balanced = stage.x.exponent is None and stage.y.exponent is None
+        self.scale = stage.eps * float(stage.x.mass.max())
 
-    def at(self, biases: Biases, row: Tensor | None = None, col: Tensor | None = None) -> _State:
-        """The state at biases, from sums at hand or made here: one pass each."""
-        stage = self.stage
-        row = stage.lse_x(biases.row, biases.col) if row is None else row
-        col = stage.lse_y(biases.row, biases.col) if col is None else col
-        error = torch.maximum(stage.x.error(biases.row, row), stage.y.error(biases.col, col))
-        return _State(biases, row, col, float(error[0]))
+    def at(self, u: Tensor, w: Tensor) -> _State:
+        """The state at u, whose best w is known. One pass."""
+        col = self.stage.lse_y(w, u)
+        return _State(Biases(w, u), col, float(self.stage.y.error(u, col)[0]))
 
-    def sweep(self, state: _State) -> _State:
-        """One Sinkhorn iteration; it never decreases the dual. Two passes, or one where ``col`` is known."""
-        stage, w, col = self.stage, state.biases.row, state.col
-        if col is None:
-            assert state.row is not None
-            w = stage.x.update(state.row)
-            col = stage.lse_y(w, state.biases.col)
-        u = stage.y.update(col)
-        row = stage.lse_x(w, u)
-        return _State(Biases(w, u), row, None, float(stage.x.error(w, row)[0]))
-
-    def best_rows(self, biases: Biases, row: Tensor | None = None) -> _State:
-        """The state at u with the best w for it. Two passes, one where the row sums are known."""
-        stage, w, u = self.stage, biases.row, biases.col
-        w = stage.x.update(stage.lse_x(w, u) if row is None else row)
-        col = stage.lse_y(w, u)
-        return _State(Biases(w, u), None, col, float(stage.y.error(u, col)[0]))
-
-    def deflated(self, state: _State) -> _State | None:
-        """A deflated iteration from a state of `best_rows`, two passes; None where the dual falls (one)."""
-        stage, w, u, col = self.stage, state.biases.row, state.biases.col, state.col
-        assert self.deflation is not None
-        assert col is not None
-        jacobi = stage.y.update(col) - u
-        c, wanted = stage.y.marginal(u, col), stage.y.asked(u)
-        diag = c if self.problem.rho_y is None else c + (self.problem.eps / self.problem.rho_y) * wanted
-        half = diag.sqrt()
-        slow = self.deflation.amplify((half * jacobi)[:, :, None])[:, :, 0]
-        moved = u + jacobi + torch.where(half > 0, slow / half.clamp_min(LEAST), torch.zeros_like(u))
-        best = stage.x.update(stage.lse_x(w, moved))
-        new = Biases(best, moved)
-        mass, new_mass = (stage.x.asked(bias).double().sum(-1) for bias in (w, best))
-        if not float(self.rise(state.biases, new, mass, new_mass).sum()) >= -self.noise(mass):
-            return None
-        col = stage.lse_y(best, moved)
-        return _State(new, None, col, float(stage.y.error(moved, col)[0]))
-
-    def noise(self, mass: Tensor) -> float:
-        """Falls of the dual value below this are rounding."""
-        return 8 * torch.finfo(self.stage.x.weight.dtype).eps * float(mass.max()) * self.problem.eps
-
-    def gaps(self, state: _State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Marginals r, c and the gradient `a~ - r`, `b~ - c`."""
-        x, y, biases = self.stage.x, self.stage.y, state.biases
-        wanted_r, wanted_c = x.asked(biases.row), y.asked(biases.col)
-        r = wanted_r if state.row is None else x.marginal(biases.row, state.row)
-        c = wanted_c if state.col is None else y.marginal(biases.col, state.col)
-        return r, c, wanted_r - r, wanted_c - c
-
-    def rise(self, old: Biases, new: Biases, mass: Tensor, moved_mass: Tensor) -> Tensor:
-        """Dual value at the new biases minus that at the old ones, in float64, from differences only.
+    def best_rows(self, u: Tensor, near: Tensor, row: Tensor | None = None) -> Tensor:
+        """The best w for u, from row sums at hand or made here: one pass.
 
         Args:
-            old: biases.
-            new: biases.
-            mass: (1,) mass of the plan at the old ones.
-            moved_mass: (1,) mass at the new ones.
+            u: biases of y.
+            near: biases of x that stabilize the sums.
+            row: `L` at u.
         """
-        eps = self.problem.eps
-        total = -eps * (moved_mass.double() - mass.double())
-        for side, rho, bias, moved in (
-            (self.stage.x, self.problem.rho_x, old.row, new.row),
-            (self.stage.y, self.problem.rho_y, old.col, new.col),
-        ):
-            scaled = (moved - bias).double() * (eps / LOG2E)
-            if rho is None:
-                gain = side.weight.double() * scaled
-            else:
-                start = torch.exp2(-(bias + side.norms).double() * (eps / rho))
-                gain = -rho * side.weight.double() * start * torch.expm1(-scaled / rho)
-            total = total + torch.where(side.weight > 0, gain, torch.zeros_like(gain)).sum(-1)
-        return total
+        return self.stage.x.update(self.stage.lse_x(near, u) if row is None else row)
 
-    def direction(self, state: _State, forcing: float) -> tuple[Tensor, Tensor]:
-        """Newton direction in bias units, `(dw (1,n), du (1,m))`."""
-        problem, biases, stage = self.problem, state.biases, self.stage
-        r, c, gap_x, gap_y = self.gaps(state)
-        relaxed = [0.0 if rho is None else problem.eps / rho for rho in (problem.rho_x, problem.rho_y)]
-        dr = r + relaxed[0] * (r + gap_x)
-        dc = c + relaxed[1] * (c + gap_y)
-        plan = stage.tiles.plan(biases.row, biases.col, stage.x.weight, stage.y.weight)
-        system = SchurSystem(
-            plan,
+    def sweep(self, state: _State) -> _State:
+        """One Sinkhorn iteration; it never decreases the dual. Two passes."""
+        u = self.stage.y.update(state.col)
+        return self.at(u, self.best_rows(u, state.biases.row))
+
+    def audited(self, state: _State) -> _State:
+        """The state with both marginals measured: one pass, none the second time."""
+        if state.row is not None:
+            return state
+        w, u = state.biases.row, state.biases.col
+        row = self.stage.lse_x(w, u)
+        return replace(state, row=row, error=max(state.error, float(self.stage.x.error(w, row)[0])))
+
+    def noise(self) -> float:
+        """Falls of the dual value below this are rounding."""
+        return 8 * torch.finfo(self.stage.x.weight.dtype).eps * self.scale
+
+    def rise(self, old: Biases, new: Biases) -> float:
+        """Dual value at the new biases minus that at the old ones, in float64, from differences only."""
+        stage = self.stage
+        start, end = (stage.x.asked(biases.row).double().sum() for biases in (old, new))
+        total = start - end
+        for side, bias, moved in ((stage.x, old.row, new.row), (stage.y, old.col, new.col)):
+            move, weight, k = (moved - bias).double() / LOG2E, side.weight.double(), side.exponent
+            if k is None:
+                gain = weight * move
+            else:
+                asked = torch.exp2(-(bias + side.norms).double() * k)
+                gain = -weight * asked * torch.expm1(-k * move) / k
+            total = total + torch.where(side.weight > 0, gain, torch.zeros_like(gain)).sum()
+        return stage.eps * float(total)
+
+    def diagonals(self, state: _State) -> tuple[Tensor, Tensor]:
+        """`D_r k_x` and `D_c k_y`, where k adds what the relaxed side's own curvature does."""
+        x, y, (w, u) = self.stage.x, self.stage.y, (state.biases.row, state.biases.col)
+        r, c = x.asked(w), y.marginal(u, state.col)
+        r = r if x.exponent is None else (1 + x.exponent) * r
+        return r, c if y.exponent is None else c + y.exponent * y.asked(u)
+
+    def system(self, state: _State, dr: Tensor, dc: Tensor) -> SchurSystem:
+        """The Schur complement at a state."""
+        stage, (w, u) = self.stage, (state.biases.row, state.biases.col)
+        return SchurSystem(
+            stage.tiles.plan(w, u, stage.x.weight, stage.y.weight),
             dr,
             dc,
             (1.0, 1.0),
-            balanced=problem.balanced,
-            direct=self.direct,
-            deflation=self.deflation,
-            squared=lambda: stage.squared_plan(biases.row, biases.col),
+            balanced=self.balanced,
+            direct=isinstance(self.inverse, KeptInverse),
+            deflation=self.inverse if isinstance(self.inverse, Deflation) else None,
+            squared=lambda: stage.squared_plan(w, u),
         )
-        inverse = safe_inverse(dr)
-        rhs = gap_y - plan.apply((inverse * gap_x)[:, :, None], 0)[:, :, 0]
-        solve = system.solve(rhs[:, :, None], 0 * rhs[:, :, None], forcing, CG_CAP)
-        du = solve.w[:, :, 0]
-        dw = inverse * (gap_x - plan.apply(du[:, :, None], 1)[:, :, 0])
-        return dw * LOG2E, du * LOG2E
 
-    def search(self, state: _State, dw: Tensor, du: Tensor) -> tuple[Biases, Tensor] | None:
-        """Backtracking on the dual value: biases and their row sums.
+    def gap(self, state: _State) -> Tensor:
+        """`b~ - c`, the gradient in u, in units of biases."""
+        y, u = self.stage.y, state.biases.col
+        return (y.asked(u) - y.marginal(u, state.col)) * LOG2E
 
-        None when no length keeps the value from decreasing. One pass per trial.
-        """
-        if not bool(torch.isfinite(dw).all() and torch.isfinite(du).all()):
+    def jacobi(self, state: _State) -> Tensor:
+        """Sinkhorn's increment of u, 0 where there is no mass."""
+        y, u = self.stage.y, state.biases.col
+        increment = torch.where(y.weight > 0, y.update(state.col) - u, torch.zeros_like(u))
+        if not self.balanced:
+            return increment
+        # A constant moves nothing: it is w's.
+        c = y.marginal(u, state.col)
+        return torch.where(y.weight > 0, increment - (c * increment).sum() / c.sum(), increment)
+
+    def kept(self, state: _State) -> Tensor:
+        """The step by the inverse at hand; no pass. With slow modes only, the rest of it is Sinkhorn's."""
+        assert self.inverse is not None
+        dc = self.diagonals(state)[1]
+        start = self.jacobi(state)
+        if isinstance(self.inverse, KeptInverse):
+            start = torch.where(dc > LEAST, self.gap(state) / dc.clamp_min(LEAST), start)
+        half = dc.sqrt()
+        slow = self.inverse.amplify((half * start)[:, :, None])[:, :, 0]
+        return start + torch.where(dc > LEAST, slow / half.clamp_min(LEAST), torch.zeros_like(start))
+
+    def solved(self, state: _State, forcing: float) -> Tensor:
+        """The step by a solve with the plan at hand."""
+        dr, dc = self.diagonals(state)
+        system = self.system(state, dr, dc)
+        if isinstance(self.inverse, KeptInverse) and self.inverse.factorize(system):
+            return self.kept(state)
+        rhs = self.gap(state)[:, :, None]
+        solve = system.solve(rhs, torch.zeros_like(rhs), forcing, CG_CAP)
+        return torch.where(dc > 0, solve.w[:, :, 0], self.jacobi(state))
+
+    def search(self, state: _State, du: Tensor, *, trials: int = MAX_BACKTRACKS) -> _State | None:
+        """Backtracking on the dual value; None where no length keeps it from falling. A pass per trial."""
+        if not bool(torch.isfinite(du).all()):
             return None
-        stage, old = self.stage, state.biases
-        mass = self.gaps(state)[0].double().sum(-1)
-        largest = float(torch.maximum(dw.abs().max(), du.abs().max()))
+        old, largest = state.biases, float(du.abs().max())
         length = min(1.0, LARGEST_MOVE / largest) if largest > 0 else 1.0
-        for _ in range(MAX_BACKTRACKS):
-            new = Biases(old.row + length * dw, old.col + length * du)
-            row = stage.lse_x(new.row, new.col)
-            moved = stage.x.marginal(new.row, row).double().sum(-1)
-            if float(self.rise(old, new, mass, moved).sum()) >= -self.noise(mass):
-                return new, row
+        for _ in range(trials):
+            u = old.col + length * du
+            new = Biases(self.best_rows(u, old.row), u)
+            rise = self.rise(old, new)
+            if rise >= -self.noise():
+                return replace(self.at(u, new.row), rise=rise)
             length *= 0.3
         return None
 
@@ -206,15 +212,15 @@ class _Newton:
 
     def __init__(
         self,
-        dual: _Dual,
+        dual: _SemiDual,
+        floor: float,
         options: SinkhornOptions,
         counter: PassCounter,
         *,
         iteration: int = 0,
         history: tuple[IterationInfo, ...] = (),
     ) -> None:
-        self.dual, self.options, self.counter = dual, options, counter
-        self.floor = noise_floor(dual.problem)
+        self.dual, self.floor, self.options, self.counter = dual, floor, options, counter
         self.iteration, self.history = iteration, list(history)
         self.best = float("inf")
         self.idle = 0
@@ -223,9 +229,8 @@ class _Newton:
 
     def terminate(self, state: _State) -> Status | None:
         """Judge a state on its marginal error."""
-        error = state.error
-        eps, seconds = self.dual.problem.eps, time.perf_counter() - self.began
-        row = IterationInfo(self.iteration, eps, error, self.counter.passes, seconds)
+        error, seconds = state.error, time.perf_counter() - self.began
+        row = IterationInfo(self.iteration, self.dual.stage.eps, error, self.counter.passes, seconds)
         self.history.append(row)
         if math.isnan(error):
             return Status.NAN
@@ -237,50 +242,51 @@ class _Newton:
                     return Status.CALLBACK
             except StopIteration:
                 return Status.CALLBACK
-        # A deflated iteration that does little is followed by a Newton step: only these can stagnate.
-        self.idle = 0 if error < 0.7 * self.best else self.idle + self.whole
+        # A kept inverse that does little is followed by a solve: only these can stagnate.
+        moving = error < 0.7 * self.best or state.rise > self.floor * self.dual.scale
+        self.idle = 0 if moving else self.idle + self.whole
         self.best = min(self.best, error)
         if self.idle >= STALLED_STEPS and error <= 1e3 * self.floor:
             return Status.STAGNATION
         return Status.MAX_ITER if self.iteration >= self.options.max_iter else None
 
     def approach(self, state: _State) -> _State:
-        """Sinkhorn iterations until a start is near enough for Newton."""
+        """Sinkhorn iterations until a start is near enough for Newton, or they do little."""
         for _ in range(WARM_ITERATIONS):
             if state.error <= NEAR or self.iteration >= self.options.max_iter:
                 break
-            state = self.dual.sweep(state)
+            before, state = state.error, self.dual.sweep(state)
             self.iteration += 1
+            if state.error > APPROACH_RATE * before:
+                break
         return state
 
     def step(self, state: _State) -> _State:
-        """A deflated iteration where those do, else a Newton step."""
-        space = self.dual.deflation
-        self.whole = space is None or not space.lenient or not space.matches(state.biases.col)
-        if space is None or self.whole:
-            return self._newton(state)
+        """By the inverse at hand where that does, else by a solve."""
+        inverse = self.dual.inverse
         self.iteration += 1
-        if state.row is not None:
-            started = self.dual.best_rows(state.biases, state.row)
-            return self._audited(started)
-        following = self.dual.deflated(state)
-        if following is None:
-            space.lenient = False
-            return state
-        space.lenient = following.error <= WORTHWHILE * state.error
-        return self._audited(following)
+        self.whole = inverse is None or not inverse.lenient or not inverse.matches(state.col)
+        if inverse is not None and not self.whole:
+            following = self.dual.search(state, self.dual.kept(state), trials=1)
+            if following is not None and following.error < state.error:
+                inverse.lenient = following.error <= inverse.worthwhile * state.error
+                return self._audited(following)
+            self.whole, inverse.lenient = True, False
+        return self._solve(state)
 
-    def _newton(self, state: _State) -> _State:
-        """A truncated Newton step with its line search, then a Sinkhorn iteration if it is not the last."""
-        dual, tol = self.dual, self.options.tol
-        found = dual.search(state, *dual.direction(state, self._forcing(state.error)))
-        self.iteration += 1
+    def _solve(self, state: _State) -> _State:
+        """A truncated Newton step with its line search, Sinkhorn iterations where that fails."""
+        dual = self.dual
+        found = dual.search(state, dual.solved(state, self._forcing(state.error)))
         if found is None:
+            found = state
             for _ in range(FALLBACK_ITERATIONS):
-                state = dual.sweep(state)
-            return self._audited(state)
-        moved = dual.at(found[0], found[1])
-        return moved if moved.error <= tol else self._audited(dual.sweep(moved))
+                found = dual.sweep(found)
+            found = replace(found, rise=dual.rise(state.biases, found.biases))
+        elif found.error > self.options.tol and not isinstance(dual.inverse, KeptInverse):
+            # What CG leaves is mostly fast modes.
+            found = replace(dual.sweep(found), rise=found.rise)
+        return self._audited(found)
 
     def _forcing(self, error: float) -> float:
         """Relative residual of the Schur solve: the error squared is what the step leaves anyway.
@@ -293,27 +299,26 @@ class _Newton:
         return min(forcing, max(LAST_FORCING_FLOOR, 0.1 * self.options.tol / error))
 
     def _audited(self, state: _State) -> _State:
-        """A state about to be called converged has both marginals measured: one pass more."""
-        if state.error > self.options.tol or (state.row is not None and state.col is not None):
-            return state
-        return self.dual.at(state.biases, state.row, state.col)
+        """A state about to be called converged has both marginals measured."""
+        return state if state.error > self.options.tol else self.dual.audited(state)
 
     def run(self, state: _State) -> FixedPoint:
         """Judge and step until a status comes up."""
+        state = self._audited(state)
         status = self.terminate(state)
         while status is None:
             state = self.step(state)
             status = self.terminate(state)
         if status is Status.CONVERGED and self.options.tol <= self.floor:
             state = self._polish(state)
-        if state.row is None or state.col is None:
-            state = self.dual.at(state.biases, state.row, state.col)
+        state = self.dual.audited(state)
         assert state.row is not None
-        assert state.col is not None
-        device = state.row.device
+        device, stage = state.col.device, self.dual.stage
+        # Potentials of atoms without mass, which no step moves: the best for the other side.
+        u = torch.where(stage.y.weight > 0, state.biases.col, stage.y.update(state.col))
         return FixedPoint(
-            self._conjugate(state.biases, state.row, state.col),
-            self.dual.stage,
+            Biases(state.biases.row, u),
+            stage,
             (status,),
             torch.tensor([self.iteration], device=device),
             torch.tensor([state.error], dtype=torch.float64, device=device),
@@ -325,20 +330,33 @@ class _Newton:
     def _polish(self, state: _State) -> _State:
         """Steps beyond a tolerance at the rounding floor, as long as they help: slow modes end later."""
         for _ in range(POLISH_STEPS):
-            further = self._audited(self._newton(state))
+            further = self._solve(state)
             if not further.error < state.error:
                 break
             state = further
             self.terminate(state)  # a row of the history; the verdict stands
         return state
 
-    def _conjugate(self, biases: Biases, row: Tensor, col: Tensor) -> Biases:
-        """Potentials of atoms without mass, which no step moves: the best for the other side."""
-        x, y = self.dual.stage.x, self.dual.stage.y
-        return Biases(
-            torch.where(x.weight > 0, biases.row, x.update(row)),
-            torch.where(y.weight > 0, biases.col, y.update(col)),
-        )
+
+class _Turned:
+    """Newton solves on the y side: where it is to factorize, the smaller of the two is made that one."""
+
+    def __init__(self, stage: Stage, inverse: Inverse | None) -> None:
+        smaller = stage.x.weight.shape[-1] < stage.y.weight.shape[-1]
+        self.original, self.turned = stage, isinstance(inverse, KeptInverse) and smaller
+        self.dual = _SemiDual(stage.transposed() if self.turned else stage, inverse)
+
+    def pair(self, of_x: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor]:
+        """What belongs to the x side and the y side of the turned stage."""
+        return (of_y, of_x) if self.turned else (of_x, of_y)
+
+    def back(self, end: FixedPoint) -> FixedPoint:
+        """An end on the turned stage, as one on the original."""
+        if not self.turned:
+            return end
+        (col, row), (w, u) = end.lse, (end.biases.row, end.biases.col)
+        assert row is not None
+        return replace(end, biases=Biases(u, w), lse=(row, col), stage=self.original)
 
 
 def continue_newton(
@@ -347,14 +365,23 @@ def continue_newton(
     options: SinkhornOptions,
     counter: PassCounter,
     *,
-    direct: bool,
-    deflation: Deflation | None,
+    inverse: Inverse | None,
 ) -> FixedPoint:
     """Truncated Newton on the dual from where Sinkhorn ended. One lane; as `run_dual_newton`."""
-    dual = _Dual(problem, start.stage, deflation, direct=direct)
-    iteration = int(start.n_iter[0])
-    run = _Newton(dual, options, counter, iteration=iteration, history=start.history)
-    return run.run(dual.at(start.biases, *start.lse))
+    turn = _Turned(start.stage, inverse)
+    _, u = turn.pair(start.biases.row, start.biases.col)
+    assert start.lse[1] is not None
+    row, _ = turn.pair(*start.lse)  # type: ignore[arg-type]
+    state = turn.dual.at(u, turn.dual.stage.x.update(row))
+    run = _Newton(
+        turn.dual,
+        noise_floor(problem),
+        options,
+        counter,
+        iteration=int(start.n_iter[0]),
+        history=start.history,
+    )
+    return turn.back(run.run(state))
 
 
 def run_dual_newton(
@@ -364,7 +391,7 @@ def run_dual_newton(
     counter: PassCounter,
     init: Biases | None = None,
     *,
-    deflation: Deflation | None = None,
+    inverse: Inverse | None = None,
     fallback: Biases | None = None,
 ) -> FixedPoint:
     """Anneal (unless started), then truncated Newton on the dual with Sinkhorn as the safeguard. One lane.
@@ -374,24 +401,46 @@ def run_dual_newton(
         backend: how to stream.
         options: tolerance and caps; a Newton step counts as one iteration.
         counter: counts plan passes.
-        init: biases to start from in place of annealing; Sinkhorn brings them near where they are not.
-        deflation: space of the Schur solves, used and fed; None for none, as factorizing backends have it.
+        init: biases to start from in place of annealing; Sinkhorn brings them near where they are not, and
+            annealing starts over where that does little.
+        inverse: used and fed: a deflation space, or a `KeptInverse` where plans are stored; None for none.
         fallback: biases to start from where ``init`` turns out far off.
 
     Returns:
         Biases and diagnoses, as `run_sinkhorn`.
     """
-    direct = backend.name == "dense"
     if init is None:
-        warm = replace(options, max_iter=min(options.max_iter, WARM_ITERATIONS), patience=float("inf"))
-        start = run_sinkhorn(problem, backend, warm, counter)
-        if start.statuses[0] in (Status.CONVERGED, Status.NAN, Status.CALLBACK):
-            return start
-        return continue_newton(problem, start, options, counter, direct=direct, deflation=deflation)
-    dual = _Dual(problem, Stage.bind(problem, backend, counter, problem.eps), deflation, direct=direct)
-    state = dual.best_rows(init)
+        return _annealed(problem, backend, options, counter, inverse)
+    turn = _Turned(Stage.bind(problem, backend, counter, problem.eps), inverse)
+    dual = turn.dual
+
+    def start(biases: Biases) -> _State:
+        near, u = turn.pair(biases.row, biases.col)
+        return dual.at(u, dual.best_rows(u, near))
+
+    state = start(init)
     if fallback is not None and not state.error <= NEAR:
-        other = dual.best_rows(fallback)
+        other = start(fallback)
         state = state if state.error < other.error else other
-    run = _Newton(dual, options, counter)
-    return run.run(run.approach(state))
+    run = _Newton(dual, noise_floor(problem), options, counter)
+    state = run.approach(state)
+    if not state.error <= FAR and run.iteration < options.max_iter:
+        return _annealed(problem, backend, options, counter, inverse, done=run.iteration)
+    return turn.back(run.run(state))
+
+
+def _annealed(
+    problem: OTProblem,
+    backend: PlanBackend,
+    options: SinkhornOptions,
+    counter: PassCounter,
+    inverse: Inverse | None,
+    done: int = 0,
+) -> FixedPoint:
+    """Newton from annealed Sinkhorn iterations, after so many others."""
+    cap = min(options.max_iter - done, WARM_ITERATIONS)
+    start = run_sinkhorn(problem, backend, replace(options, max_iter=cap, patience=float("inf")), counter)
+    start = replace(start, n_iter=start.n_iter + done)
+    if start.statuses[0] in (Status.CONVERGED, Status.NAN, Status.CALLBACK):
+        return start
+    return continue_newton(problem, start, options, counter, inverse=inverse)

@@ -25,7 +25,6 @@ from torch import Tensor
 from ot_newton.directions import (
     Direction,
     HessianStats,
-    TransposedPlan,
     dot_size,
     flatten_columns,
     rowdot,
@@ -35,7 +34,7 @@ from ot_newton.directions import (
 from ot_newton.plan_cache import PlanCaches, gradient_x
 from ot_newton.schur import SchurSolve, SchurSystem, safe_inverse
 
-__all__ = ["Direction", "HessianStats", "LinearizedPlan", "TransposedPlan", "gradient_x"]
+__all__ = ["Direction", "HessianStats", "LinearizedPlan", "gradient_x"]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

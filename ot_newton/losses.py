@@ -280,7 +280,9 @@ class SinkhornLoss(torch.nn.Module):
         usable = float(result.errors.max()) < WORTHLESS
         if keeps and usable and not self._frozen:
             x, y = problem.x.detach().clone(), problem.y.detach().clone()
-            self._starts[name] = WarmStart(result.potentials, x, y, newton=result.newton)
+            self._starts[name] = WarmStart(
+                result.potentials, x, y, newton=result.newton, factor=result.factor
+            )
             self._live[name] = result
             result.linearized.tangents = Tangents()
         return result

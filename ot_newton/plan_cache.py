@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ot_newton.deflation import Deflation
-from ot_newton.directions import TransposedPlan
 from ot_newton.potentials import Biases
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter, Plan
 from ot_newton.schur import SchurSystem, SelfSystem
+from ot_newton.stage import TransposedPlan
 from ot_newton.warm import Tangents, WarmStart
 
 __all__ = ["PlanCaches", "gradient_x"]

@@ -46,6 +46,7 @@ class SinkhornResult:
         backend: name of the backend.
         symmetric: solved as OT(x, x), with f = g.
         newton: Newton on the dual finished it (some lane of it): Sinkhorn is slow here.
+        factor: of the last Schur complement that Newton factorized, for the next solve; None without one.
         deflation: slow modes of the dual system that the solve found, where it had to; the Hessian's too.
 
     Example:
@@ -74,6 +75,7 @@ class SinkhornResult:
     symmetric: bool = False
     newton: bool = False
     deflation: Deflation | None = field(default=None, repr=False)
+    factor: Tensor | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         """Status and the figures a user looks at first."""

@@ -225,13 +225,24 @@ class SchurSystem:
             self.half_inverse * z, 0, residual, bool((residual <= rtol.squeeze(1)).all()), ("DIRECT",)
         )
 
-    def _factorize(self) -> Callable[[Tensor], Tensor]:
-        """Cholesky of `S^ + null null^T`; eigenvalues with a rounding cutoff where that is singular."""
-        count, eps = self.diag.shape[-1], torch.finfo(self.diag.dtype).eps
+    def cholesky(self, ridge: float) -> Tensor | None:
+        """Factor (B,m,m) of `S^ + ridge I` with the null vector filled in; None where that is singular."""
+        full = self._filled()
+        full.diagonal(dim1=-2, dim2=-1).add_(ridge)
+        factor, info = torch.linalg.cholesky_ex(full)
+        return None if int(info.max()) else factor
+
+    def _filled(self) -> Tensor:
+        """`S^` (B,m,m), which is kept, plus the projector of its null vector."""
         # Columns of zero weight are zero in K, so that they keep the identity.
         k = self.row_inverse.sqrt() * self.plan.to_dense() * self.half_inverse.mT
         self._assembled = torch.diag_embed(torch.ones_like(self.diag)) - k.mT @ k
-        full = self._assembled + self.null * self.null.mT if self.balanced else self._assembled
+        return self._assembled + self.null * self.null.mT if self.balanced else self._assembled.clone()
+
+    def _factorize(self) -> Callable[[Tensor], Tensor]:
+        """Cholesky of `S^ + null null^T`; eigenvalues with a rounding cutoff where that is singular."""
+        count, eps = self.diag.shape[-1], torch.finfo(self.diag.dtype).eps
+        full = self._filled()
         factor, info = torch.linalg.cholesky_ex(full)
         pivots = torch.diagonal(factor, dim1=-2, dim2=-1).square()
         if bool((info == 0).all()) and bool((pivots > CHOLESKY_MARGIN * eps).all()):

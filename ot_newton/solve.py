@@ -12,7 +12,7 @@ import torch
 
 from ot_newton.backends.select import choose_backend, get_backend
 from ot_newton.deflation import Deflation
-from ot_newton.dual_newton import continue_newton, run_dual_newton
+from ot_newton.dual_newton import Inverse, continue_newton, run_dual_newton
 from ot_newton.errors import (
     ConvergenceWarning,
     PrecisionWarning,
@@ -22,6 +22,7 @@ from ot_newton.errors import (
     check_number,
 )
 from ot_newton.fixed_point import FixedPoint, IterationInfo, SinkhornOptions, run_sinkhorn
+from ot_newton.kept import KeptInverse
 from ot_newton.potentials import Biases, Potentials, potentials_to_biases
 from ot_newton.problem import OTProblem, as_tensor
 from ot_newton.protocols import PassCounter, PlanBackend
@@ -170,9 +171,9 @@ def sinkhorn(
         callback=callback,
     )
     own = get_backend(name)
-    deflation = None if own.name == "dense" else Deflation.carried(None if warm is None else warm.space)
+    inverse = _inverse(own.name == "dense", warm)
     with _progress(progress, options) as watched:
-        run = _Run(problem, own, watched, counter, deflation)
+        run = _Run(problem, own, watched, counter, inverse)
         end = run.iterate(method, start) if warm is None else run.go_on(method, warm, start)
     result = SinkhornResult(
         problem=problem,
@@ -187,10 +188,18 @@ def sinkhorn(
         backend=name,
         symmetric=update == "self",
         newton=bool(end.slow.any()),
-        deflation=deflation if problem.lanes == 1 else None,
+        deflation=inverse if isinstance(inverse, Deflation) and problem.lanes == 1 else None,
+        factor=inverse.factor if isinstance(inverse, KeptInverse) and problem.lanes == 1 else None,
     )
     _warn(result, tol)
     return result
+
+
+def _inverse(stored: bool, warm: WarmStart | None) -> Inverse:
+    """What the dual Newton solves with, started from what the last solve left."""
+    if stored:
+        return KeptInverse(None if warm is None else warm.factor)
+    return Deflation.carried(None if warm is None else warm.space)
 
 
 def _warn(result: SinkhornResult, tol: float | None) -> None:
@@ -219,7 +228,7 @@ class _Run:
     backend: PlanBackend
     options: SinkhornOptions
     counter: PassCounter
-    deflation: Deflation | None
+    inverse: Inverse
 
     def plain(self, method: str) -> bool:
         """Whether Sinkhorn has the whole run to itself."""
@@ -244,7 +253,7 @@ class _Run:
             self.options,
             self.counter,
             start,
-            deflation=self.deflation,
+            inverse=self.inverse,
             fallback=fallback,
         )
 
@@ -260,10 +269,9 @@ class _Run:
     def finish(self, end: FixedPoint, lane: int) -> FixedPoint:
         """Newton on one slow lane, from where Sinkhorn gave up."""
         single = self.problem if self.problem.lanes == 1 else self.problem.lane(lane)
-        direct = self.backend.name == "dense"
-        own = self.deflation if direct or self.problem.lanes == 1 else Deflation()
+        own = self.inverse if self.problem.lanes == 1 else _inverse(self.backend.name == "dense", None)
         begun = replace(end.lane(lane), history=())
-        tail = continue_newton(single, begun, self.options, self.counter, direct=direct, deflation=own)
+        tail = continue_newton(single, begun, self.options, self.counter, inverse=own)
         return end.with_lane(lane, tail)
 
 

@@ -20,7 +20,7 @@ from ot_newton.potentials import operands, squared_norms
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter, Plan, PlanBackend, Tiles
 
-__all__ = ["Side", "Stage", "noise_floor"]
+__all__ = ["Side", "Stage", "TransposedPlan", "noise_floor"]
 
 LARGEST_BITS = 100.0
 
@@ -120,3 +120,50 @@ class Stage:
     def lse_y(self, w: Tensor, u: Tensor | None) -> Tensor:
         """`M (B,m)`."""
         return self.tiles.lse(w, self.x.weight, 0, None if u is None else self.y.stabilizer(u))[0]
+
+    def transposed(self) -> Stage:
+        """The same with the two sides in each other's place."""
+        tiles, squared = _TransposedTiles(self.tiles), self.squared
+        return Stage(tiles, self.y, self.x, self.eps, lambda: _TransposedTiles(squared()))
+
+
+class _TransposedTiles:
+    """Tiles with the two clouds in each other's place."""
+
+    def __init__(self, tiles: Tiles) -> None:
+        self.tiles, self.counter = tiles, tiles.counter
+
+    def lse(
+        self, bias: Tensor, weight: Tensor, axis: int, stabilizer: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Tiles.lse`."""
+        return self.tiles.lse(bias, weight, 1 - axis, stabilizer)
+
+    def take(self, lanes: Tensor) -> Tiles:
+        """See `Tiles.take`."""
+        return _TransposedTiles(self.tiles.take(lanes))
+
+    def plan(self, row_bias: Tensor, col_bias: Tensor, a: Tensor, b: Tensor) -> Plan:
+        """See `Tiles.plan`."""
+        return TransposedPlan(self.tiles.plan(col_bias, row_bias, b, a))
+
+
+class TransposedPlan:
+    """`P^T` as a plan: the two sides change roles."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def apply(self, v: Tensor, axis: int) -> Tensor:
+        """See `Plan.apply`."""
+        return self.plan.apply(v, 1 - axis)
+
+    def apply_hadamard(
+        self, left: Tensor, right: Tensor, v: Tensor, axis: int, transport: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Plan.apply_hadamard`."""
+        return self.plan.apply_hadamard(right, left, v, 1 - axis, transport)
+
+    def to_dense(self) -> Tensor:
+        """See `Plan.to_dense`."""
+        return self.plan.to_dense().mT

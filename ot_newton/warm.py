@@ -82,7 +82,8 @@ class WarmStart:
         x: its clouds.
         y: likewise.
         newton: whether Newton on the dual finished it: Sinkhorn is slow here.
-        space: slow modes of its Schur solves and their Ritz values (`Deflation.state`), None without them.
+        factor: factor of its Schur complement (`KeptInverse`), None where plans are not stored.
+        space: slow modes of its Schur solves with their Ritz values (`Deflation.state`), None without them.
         tangents: responses to displacements.
     """
 
@@ -90,7 +91,8 @@ class WarmStart:
     x: Tensor
     y: Tensor
     newton: bool = False
-    space: tuple[Tensor, Tensor] | None = None
+    factor: Tensor | None = None
+    space: tuple[Tensor, Tensor, Tensor] | None = None
     tangents: Tangents | None = None
 
     def fits(self, problem: OTProblem) -> bool:
@@ -118,8 +120,10 @@ class WarmStart:
         """Tensors to save."""
         out = {"f": self.potentials.f, "g": self.potentials.g, "x": self.x, "y": self.y}
         out["newton"] = torch.tensor(self.newton)
+        if self.factor is not None:
+            out["factor"] = self.factor
         if self.space is not None:
-            out["modes"], out["ritz"] = self.space
+            out["modes"], out["ritz"], out["hard"] = self.space
         for k, (moves, responses) in enumerate(() if self.tangents is None else self.tangents.blocks):
             out |= {f"moves{k}": moves, f"responses{k}": responses}
         return out
@@ -133,6 +137,7 @@ class WarmStart:
             state["x"],
             state["y"],
             bool(state["newton"]),
-            (state["modes"], state["ritz"]) if "modes" in state else None,
+            state.get("factor"),
+            (state["modes"], state["ritz"], state["hard"]) if "modes" in state else None,
             Tangents(tuple((state[f"moves{k}"], state[f"responses{k}"]) for k in range(count))),
         )
