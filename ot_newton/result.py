@@ -18,9 +18,10 @@ from ot_newton.hessian import LinearizedPlan
 from ot_newton.operators.hessian_operator import HessianOperator, default_rtol
 from ot_newton.operators.plan import TransportPlan, diagonal_preconditioner, linearize
 from ot_newton.operators.schur_operator import SchurComplement
-from ot_newton.potentials import Biases, Potentials, asked_marginal, biases_to_potentials, operands
+from ot_newton.potentials import Biases, Potentials, asked_marginal, biases_to_potentials
 from ot_newton.problem import OTProblem
 from ot_newton.protocols import PassCounter
+from ot_newton.stage import Stage
 
 __all__ = ["SinkhornResult", "default_rtol"]
 
@@ -47,6 +48,7 @@ class SinkhornResult:
         symmetric: solved as OT(x, x), with f = g.
         newton: Newton on the dual finished it (some lane of it): Sinkhorn is slow here.
         factor: of the last Schur complement that Newton factorized, for the next solve; None without one.
+        stage: the clouds as the solve had bound them; None binds them anew when needed.
         deflation: slow modes of the dual system that the solve found, where it had to; the Hessian's too.
 
     Example:
@@ -76,6 +78,7 @@ class SinkhornResult:
     newton: bool = False
     deflation: Deflation | None = field(default=None, repr=False)
     factor: Tensor | None = field(default=None, repr=False)
+    stage: Stage | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         """Status and the figures a user looks at first."""
@@ -160,9 +163,23 @@ class SinkhornResult:
         return self.potentials.g
 
     @cached_property
+    def bound(self) -> Stage:
+        """The clouds bound to the backend at the problem's eps."""
+        if self.stage is not None:
+            return self.stage
+        return Stage.bind(self.problem, get_backend(self.backend), self.counter, self.problem.eps)
+
+    @cached_property
     def linearized(self) -> LinearizedPlan:
         """The plan with cached marginals and its second derivative; what the operators share."""
-        plan = linearize(self.problem, self.biases, self.backend, self.counter, symmetric=self.symmetric)
+        plan = linearize(
+            self.problem,
+            self.biases,
+            self.backend,
+            self.counter,
+            symmetric=self.symmetric,
+            stage=self.bound,
+        )
         if self.deflation is not None and plan.deflation is not None:
             plan.deflation = self.deflation
         return plan
@@ -359,9 +376,7 @@ class SinkhornResult:
         Uncentred it is right where the gauge is fixed: relaxed sides, and OT(x, x) whose mass may change.
         """
         p, c = self.problem, self.problem.centred
-        q, k = operands(p, p.eps)
-        tiles = get_backend(self.backend).bind(q, k, self.counter)
-        row, col = self.biases.row, self.biases.col
+        tiles, row, col = self.bound.tiles, self.biases.row, self.biases.col
         if wrt == "a":
             lse, own, weight, other, rho = tiles.lse(col, c.b, 1, row)[0], row, c.a, c.b, p.rho_x
         else:

@@ -188,6 +188,7 @@ def sinkhorn(
         backend=name,
         symmetric=update == "self",
         newton=bool(end.slow.any()),
+        stage=end.stage,
         deflation=inverse if isinstance(inverse, Deflation) and problem.lanes == 1 else None,
         factor=inverse.factor if isinstance(inverse, KeptInverse) and problem.lanes == 1 else None,
     )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ot_newton.backends.common import GUARD_BITS, exp2_flushed_, log2_weight, mask_bias
+from ot_newton.backends.common import GUARD_BITS, exp2_flushed_, log2_weight
 from ot_newton.protocols import PassCounter
 
 __all__ = ["DenseBackend", "DensePlan", "DenseTiles"]
@@ -95,6 +95,17 @@ class _Lane:
         kernel = self.kernel if axis == 1 else self.kernel.mT
         return (kernel @ inner.exp2_().mul_(weight)).mul_(outer.exp2_())
 
+    def entries(self, row_bias: Tensor, col_bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """`a 2^(q.k + row + col) b` (n,m): the absorbed kernel, scaled."""
+        known = self.kernel is not None
+        # Biases of atoms without mass may be anything; those absorbed are near.
+        row_bias = torch.where(a > 0, row_bias, self.row0 if known else torch.zeros_like(a))
+        col_bias = torch.where(b > 0, col_bias, self.col0 if known else torch.zeros_like(b))
+        row, col = self._shifts(row_bias, col_bias)
+        assert self.kernel is not None
+        out = torch.mul(self.kernel, row.exp2_().mul_(a)[:, None], out=_room(self.dots))
+        return out.mul_(col.exp2_().mul_(b))
+
     def log_sums(self, bias: Tensor, weight: Tensor, axis: int) -> Tensor:
         """The max-stabilized log-sum-exp of the same."""
         dots = self.dots if axis == 1 else self.dots.mT
@@ -139,12 +150,10 @@ class DenseTiles:
 
     def plan(self, row_bias: Tensor, col_bias: Tensor, a: Tensor, b: Tensor) -> DensePlan:
         """See `Tiles.plan`."""
-        row, col = mask_bias(row_bias, a), mask_bias(col_bias, b)
         parts = [
-            exp2_flushed_(lane.dots + (row[k][:, None] + col[k][None, :]))
-            for k, lane in enumerate(self.lanes)
+            lane.entries(row_bias[k], col_bias[k], a[k], b[k])[None] for k, lane in enumerate(self.lanes)
         ]
-        return DensePlan(torch.stack(parts).mul_(a[:, :, None]).mul_(b[:, None, :]), self.counter)
+        return DensePlan(parts[0] if len(parts) == 1 else torch.cat(parts), self.counter)
 
 
 class DenseBackend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +11,23 @@ from torch import Tensor
 from ot_newton.backends.select import get_backend
 from ot_newton.hessian import LinearizedPlan
 from ot_newton.operators.base import PlanOperator
-from ot_newton.potentials import Biases, operands
+from ot_newton.potentials import Biases
 from ot_newton.problem import OTProblem
-from ot_newton.protocols import PassCounter, Plan
+from ot_newton.protocols import PassCounter
 from ot_newton.schur import safe_inverse
+from ot_newton.stage import Stage
 
 __all__ = ["TransportPlan", "diagonal_preconditioner", "linearize"]
 
 
 def linearize(
-    problem: OTProblem, biases: Biases, backend: str, counter: PassCounter, *, symmetric: bool = False
+    problem: OTProblem,
+    biases: Biases,
+    backend: str,
+    counter: PassCounter,
+    *,
+    symmetric: bool = False,
+    stage: Stage | None = None,
 ) -> LinearizedPlan:
     """The plan at these biases on that backend, with its caches; no pass is made except by "dense".
 
@@ -29,18 +37,14 @@ def linearize(
         backend: name.
         counter: counts plan passes.
         symmetric: x = y and equal biases.
+        stage: the problem bound to that backend and counter at its eps, where it is at hand.
     """
-    q, k = operands(problem, problem.eps)
-    c = problem.centred
-    plan = get_backend(backend).bind(q, k, counter).plan(biases.row, biases.col, c.a, c.b)
+    if stage is None:
+        stage = Stage.bind(problem, get_backend(backend), counter, problem.eps)
+    plan = stage.tiles.plan(biases.row, biases.col, stage.x.weight, stage.y.weight)
     out = LinearizedPlan(problem, plan, counter, direct=backend == "dense", symmetric=symmetric)
     out.source = (backend, biases)
-
-    def squared() -> Plan:
-        tiles = get_backend(backend).bind(q, 2 * k, counter)
-        return tiles.plan(2 * biases.row, 2 * biases.col, c.a * c.a, c.b * c.b)
-
-    out.squared = squared
+    out.squared = functools.partial(stage.squared_plan, biases.row, biases.col)
     return out
 
 
