@@ -10,24 +10,21 @@ and the whole Hessian (N = dX dY) costs one block Hessian-vector product of N co
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ot_newton.backends.select import DENSE_ENTRIES
 from ot_newton.errors import ConvergenceWarning, Status, check_integer, check_number
-from ot_newton.experiments.regression_inner import LogNewton, bound
-from ot_newton.potentials import Biases
+from ot_newton.potentials import Potentials
 from ot_newton.problem import OTProblem
-from ot_newton.protocols import PassCounter
 from ot_newton.result import SinkhornResult
-from ot_newton.solve import sinkhorn, start_biases
+from ot_newton.solve import sinkhorn
 from ot_newton.stage import noise_floor
+from ot_newton.warm import Tangents, WarmStart
 
 __all__ = ["RegressionLoss", "WeightHessian"]
 
@@ -35,9 +32,8 @@ GRADIENT_ACCURACY = 1e-2
 HESSIAN_TOL = 1e-9
 FIRST_TOL = 1e-3
 ROUNDS = 8
+MARGIN = 0.7
 EXTRAPOLATE = (-1.0, 2.0)
-ANNEAL = 4.0
-ANNEAL_TOL = 0.1
 
 
 class WeightHessian:
@@ -75,24 +71,43 @@ class WeightHessian:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """Potentials at one W."""
+    """Potentials at one W, and the responses to moves that a Hessian there has left."""
 
     w: Tensor
     f: Tensor
     g: Tensor
+    blocks: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class _WarmStart:
-    """Potentials of the last two W; those of the next are extrapolated along their difference."""
+class _Memory:
+    """What earlier solves know of the next one.
+
+    Attributes:
+        known: potentials at the last two W.
+        bent: those at the last Hessian, with its responses.
+        factor: `WarmStart.factor`.
+        space: `WarmStart.space`.
+    """
 
     known: tuple[_Known, ...] = ()
+    bent: _Known | None = None
+    factor: Tensor | None = None
+    space: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def moved_to(self, w: Tensor, result: SinkhornResult) -> _WarmStart:
-        return _WarmStart((_Known(w, result.f, result.g), *self.known[:1]))
+    def solved(self, result: SinkhornResult) -> _Memory:
+        """With the inverses that a solve has left."""
+        space = None if result.deflation is None else result.deflation.state
+        return replace(self, factor=result.factor, space=space)
 
-    def predict(self, w: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Start of the solve at ``w``, None without a last one."""
+    def moved_to(self, w: Tensor, result: SinkhornResult) -> _Memory:
+        """With the potentials found at ``w``; better ones at the same W replace those at hand."""
+        again = bool(self.known) and torch.equal(w, self.known[0].w)
+        earlier = self.known[1:] if again else self.known[:1]
+        return replace(self, known=(_Known(w, result.f, result.g), *earlier))
+
+    def extrapolated(self, w: Tensor) -> Potentials | None:
+        """Potentials at ``w`` along the difference of the last two; None without a last one."""
         if not self.known:
             return None
         last, before = self.known[0], self.known[-1]
@@ -100,7 +115,19 @@ class _WarmStart:
         length = float((move * move).sum())
         along = float((move * (w - last.w)).sum()) / length if length > 0 else 0.0
         t = min(max(along, EXTRAPOLATE[0]), EXTRAPOLATE[1])
-        return last.f + t * (last.f - before.f), last.g + t * (last.g - before.g)
+        return Potentials(last.f + t * (last.f - before.f), last.g + t * (last.g - before.g))
+
+    def start(self, w: Tensor, x: Tensor, y: Tensor) -> WarmStart | None:
+        """Start of the solve at ``w``: by the responses of the last Hessian if as near as the last W."""
+        bent, potentials = self.bent, self.extrapolated(w)
+        if potentials is None:
+            return None
+        if bent is not None and (w - bent.w).norm() <= (w - self.known[0].w).norm():
+            tangents = Tangents(bent.blocks)
+            return WarmStart(
+                Potentials(bent.f, bent.g), x @ bent.w, y, True, self.factor, self.space, tangents
+            )
+        return WarmStart(potentials, x @ w, y, True, self.factor, self.space)
 
 
 class RegressionLoss:
@@ -108,9 +135,9 @@ class RegressionLoss:
 
     The fixed point is solved until the gradient's error, estimated by `2 rms|x| rms|y| * marginal error`,
     is at most 1% of the gradient itself, or ``tol`` is reached: far from a stationary point a rough plan
-    is enough, near one it is not. The Hessian is taken at marginal error 1e-9. The solver is a Newton
-    method (`LogNewton` where the plan can be stored, else Newton on the dual), started from potentials
-    extrapolated from the last two W: outlying points make Sinkhorn's own rate hopeless here.
+    is enough, near one it is not. The Hessian is taken at marginal error 1e-9. The solver is Newton on the
+    dual (outlying points make Sinkhorn's own rate hopeless here), started from potentials that follow W: by
+    the responses of the last Hessian, or extrapolated from the last two W.
 
     Args:
         x: (n, dX).
@@ -124,7 +151,6 @@ class RegressionLoss:
         n_sinkhorn: Sinkhorn and Newton iterations so far.
         n_hessian: Hessians assembled, each a block of dX dY products.
         missed: solves that ended above the tolerance they were asked for.
-        near: solver of plans that can be stored, None for larger ones.
     """
 
     def __init__(self, x: Tensor, y: Tensor, *, eps: float, tol: float = 1e-12, max_iter: int = 2000) -> None:
@@ -135,8 +161,8 @@ class RegressionLoss:
         self.plan_passes = self.n_sinkhorn = self.n_hessian = self.missed = 0
         self._typical = 2.0 * float(x.square().sum(1).mean().sqrt() * y.square().sum(1).mean().sqrt())
         self._spectral_square = float(torch.linalg.matrix_norm(x, ord=2) ** 2)
-        self.near = LogNewton() if len(x) * len(y) <= DENSE_ENTRIES else None
-        self._warm = _WarmStart()
+        self._memory = _Memory()
+        self._wanted = FIRST_TOL
         self._frozen = False
         self._at: Tensor | None = None
         self._result: SinkhornResult | None = None
@@ -152,10 +178,14 @@ class RegressionLoss:
         """The Hessian in W as an operator on flat vectors and blocks."""
         if self._hessian is None or not self._is_at(w):
             result, _ = self._solve(w, min(HESSIAN_TOL, self._last_error(w)), 0.0)
+            tangents = result.linearized.tangents = Tangents()
             self._hessian = WeightHessian(self.x, result, self._spectral_square)
             self.n_hessian += 1
             self._hessian.to_dense()
             self._count(result)
+            if not self._frozen:
+                bent = _Known(w.detach().clone(), result.f, result.g, tangents.blocks)
+                self._memory = replace(self._memory, bent=bent)
         return self._hessian
 
     def value(self, w: Tensor) -> float:
@@ -192,39 +222,35 @@ class RegressionLoss:
         """Marginal error at which a gradient of that size is accurate to 1%, never below ``tol``."""
         return max(self.tol, GRADIENT_ACCURACY * float(gradient.norm()) / self._typical)
 
-    def predict(self, w: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Potentials (f, g) extrapolated to ``w`` from the last two W; None before the first solve."""
-        return self._warm.predict(w)
-
     def warm_state(self) -> dict[str, Any]:
-        """What the next solve starts from: potentials, and the inverse that `LogNewton` keeps."""
-        points = [(known.w, known.f, known.g) for known in self._warm.known]
-        return {"points": points, "inverse": self._inverse}
+        """What the next solve starts from: potentials, responses of the last Hessian, inverses kept."""
+        memory = self._memory
+        bent = memory.bent
+        return {
+            "points": [(known.w, known.f, known.g) for known in memory.known],
+            "bent": None if bent is None else (bent.w, bent.f, bent.g, bent.blocks),
+            "inverses": (memory.factor, memory.space),
+            "wanted": self._wanted,
+        }
 
     def load_warm_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `warm_state`; without "inverse" the kept one stays."""
-        if "inverse" in state:
-            self._inverse = state["inverse"]
-        self._warm = _WarmStart(tuple(_Known(*point) for point in state["points"]))
+        """Inverse of `warm_state`; what the state does not name stays."""
+        memory = replace(self._memory, known=tuple(_Known(*point) for point in state["points"]))
+        if "bent" in state:
+            memory = replace(memory, bent=None if state["bent"] is None else _Known(*state["bent"]))
+        if "inverses" in state:
+            memory = replace(memory, factor=state["inverses"][0], space=state["inverses"][1])
+        self._memory, self._wanted = memory, state.get("wanted", self._wanted)
         self._at = self._result = self._hessian = None
 
     @contextlib.contextmanager
     def freeze(self) -> Iterator[None]:
         """What warm starts begin from does not move inside."""
-        before, self._frozen = self._frozen, True
+        before, self._frozen = (self._frozen, self._memory, self._wanted), True
         try:
             yield
         finally:
-            self._frozen = before
-
-    @property
-    def _inverse(self) -> Tensor | None:
-        return None if self.near is None else self.near.inverse
-
-    @_inverse.setter
-    def _inverse(self, value: Tensor | None) -> None:
-        if self.near is not None:
-            self.near.inverse = value
+            self._frozen, self._memory, self._wanted = before
 
     def _is_at(self, w: Tensor) -> bool:
         return self._at is not None and torch.equal(self._at, w)
@@ -249,12 +275,12 @@ class RegressionLoss:
 
     def _solve(self, w: Tensor, tol: float, accuracy: float) -> tuple[SinkhornResult, Tensor]:
         """Refine the plan at ``w`` until the gradient is relatively accurate, or to ``tol``."""
-        w, inverse = w.detach(), self._inverse
+        w = w.detach()
         problem = OTProblem(self.x @ w, self.y, eps=self.eps)
         floor = max(tol, 4 * noise_floor(problem))
         known = self._result if self._is_at(w) else None
-        first = max(floor, FIRST_TOL if accuracy else 0.0)
-        result = known or self._sinkhorn(problem, first, self._warm.predict(w))
+        first = max(floor, self._wanted if accuracy else 0.0)
+        result = known or self._sinkhorn(problem, first, self._memory.start(w, self.x, self.y))
         gradient = self._gradient(result)
         for _ in range(ROUNDS):
             error = self._typical * float(result.marginal_error)
@@ -262,35 +288,26 @@ class RegressionLoss:
             if float(result.marginal_error) <= floor or (accuracy > 0 and error <= wanted):
                 break
             before = float(result.marginal_error)
-            result = self._sinkhorn(problem, max(floor, 0.3 * before * wanted / error), result)
+            result = self._sinkhorn(problem, max(floor, 0.3 * before * wanted / error), self._again(result))
             gradient = self._gradient(result)
             if float(result.marginal_error) > 0.9 * before:
                 break
         if result is not known:
             self._at, self._result, self._hessian = w.clone(), result, None
-            if self._frozen:
-                self._inverse = inverse
-            else:
-                self._warm = self._warm.moved_to(self._at, result)
+            self._memory = self._memory.moved_to(self._at, result)
+        # The next gradient is probably about as large.
+        self._wanted = min(FIRST_TOL, MARGIN * self.error_wanted(gradient))
         self._count(result)
         return result, gradient
 
-    def _sinkhorn(self, problem: OTProblem, tol: float, init: Any) -> SinkhornResult:
-        """One solve; a missed tolerance is counted, and the gradient's floor tells the solver by how much.
+    def _again(self, result: SinkhornResult) -> WarmStart:
+        """A start at the same W."""
+        clouds, memory = (result.problem.x, result.problem.y), self._memory
+        return WarmStart(result.potentials, *clouds, True, memory.factor, memory.space)
 
-        Where the plan can be stored, `LogNewton`: from the potentials at hand, and from annealed ones where
-        these are too far away. Else, and where that fails, Newton on the dual.
-        """
+    def _sinkhorn(self, problem: OTProblem, tol: float, init: WarmStart | None) -> SinkhornResult:
+        """One solve; a missed tolerance is counted, and the gradient's floor tells the solver by how much."""
         self._passes_seen = 0
-        if self.near is not None:
-            result = None if init is None else self._solve_near(self.near, problem, tol, init)
-            if result is None or not result.converged:
-                init = self._annealed(problem, self.near)
-                if init is not None:
-                    result = self._solve_near(self.near, problem, tol, init, stubborn=True)
-            if result is not None and result.converged:
-                return result
-            init = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             result = sinkhorn(problem, tol=tol, max_iter=self.max_iter, init=init, method="newton")
@@ -298,45 +315,6 @@ class RegressionLoss:
                 result = sinkhorn(problem, tol=tol, max_iter=self.max_iter, method="newton")
         self.missed += not bool(result.converged)
         self.n_sinkhorn += int(result.n_iter)
-        self._passes_seen = 0
-        self._count(result)
-        return result
-
-    def _annealed(self, problem: OTProblem, solver: LogNewton) -> Any:
-        """Rough potentials at `ANNEAL` times eps, from larger ones; None where that fails."""
-        largest = problem.centred.max_cost
-        count = max(1, math.ceil(math.log(max(1.0, largest / problem.eps), ANNEAL)))
-        start: Any = (torch.zeros_like(problem.x[:, 0]), torch.zeros_like(problem.y[:, 0]))
-        for k in range(count, 0, -1):
-            warmer = OTProblem(problem.x, problem.y, eps=self.eps * ANNEAL**k)
-            start = self._solve_near(solver, warmer, ANNEAL_TOL, start, stubborn=True)
-            if not math.isfinite(float(start.marginal_error)):
-                return None
-        return start.potentials
-
-    def _solve_near(
-        self, solver: LogNewton, problem: OTProblem, tol: float, init: Any, *, stubborn: bool = False
-    ) -> SinkhornResult:
-        """`LogNewton` from ``init``, as a result; its passes are counted."""
-        start = start_biases(problem, init)
-        assert start is not None
-        (lane,) = bound(problem, start)
-        end = solver.solve(lane, tol, stubborn=stubborn)
-        self.n_sinkhorn += end.iterations
-        counter = PassCounter()
-        counter.add(end.passes)
-        self._passes_seen = 0
-        result = SinkhornResult(
-            problem=problem,
-            biases=Biases(end.row[None], end.col[None]),
-            statuses=(Status.CONVERGED if end.converged else Status.MAX_ITER,),
-            iterations=torch.tensor([end.iterations]),
-            errors=torch.tensor([end.error], dtype=torch.float64),
-            noise_floor=noise_floor(problem),
-            tol=tol,
-            counter=counter,
-            history=(),
-            backend="dense",
-        )
+        self._memory = self._memory.solved(result)
         self._count(result)
         return result

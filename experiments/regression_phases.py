@@ -25,10 +25,7 @@ CHECKPOINT_EVERY = 100
 
 def _lane_curvature(lane: Lane, w: Tensor, *, threshold: float, seed: int) -> EigenEstimate:
     """The probe that SaddleEscape makes: all columns at once, for such small N."""
-    earlier = lane.loss.warm_state()["points"][1:]
     hessian = lane.loss.hessian(w)
-    # The refined plan replaces that of the sweeps: two at one W would leave nothing to extrapolate along.
-    lane.loss.load_warm_state({"points": [lane.loss.warm_state()["points"][0], *earlier]})
     return lambda_min(
         hessian, threshold=threshold, confidence=CONFIDENCE, seed=seed, noise_floor=hessian.noise_floor
     )

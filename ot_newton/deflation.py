@@ -57,10 +57,7 @@ class Deflation:
         hard: whether a solve has taken so long that a diagonal preconditioner is worth its pass.
         lenient: whether the dual Newton may try it as an approximate inverse: it has just been made, or no
             try has failed.
-        worthwhile: that goes on for as long as a step takes the error below this part of it.
     """
-
-    worthwhile = 0.5
 
     def __init__(self, max_vectors: int = MAX_VECTORS, budget: int = BUDGET_BYTES) -> None:
         self.max_vectors, self.budget = max_vectors, budget

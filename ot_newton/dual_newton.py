@@ -57,25 +57,26 @@ STALLED_STEPS = 6
 FALLBACK_ITERATIONS = 8
 POLISH_STEPS = 3
 LARGEST_MOVE = 32.0
+WORTHWHILE = 0.5
 LEAST = 1e-30
 
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """Biases with w the best for u, and the column sums there.
+    """Biases with w the best for u, and the sums of both sides there.
 
     Attributes:
         biases: `w (1,n)`, `u (1,m)`.
+        row: `L (1,n)`, of which w is the update: the row marginal is exact.
         col: `M (1,m)`.
-        error: L1 marginal error relative to the mass, of the column side until both are measured.
-        row: `L (1,n)` once both are.
+        error: L1 error of the column marginal relative to the mass.
         rise: of the dual value in the last step.
     """
 
     biases: Biases
+    row: Tensor
     col: Tensor
     error: float
-    row: Tensor | None = None
     rise: float = math.inf
 
 
@@ -87,33 +88,24 @@ class _SemiDual:
         self.balanced = stage.x.exponent is None and stage.y.exponent is None
         self.scale = stage.eps * float(stage.x.mass.max())
 
-    def at(self, u: Tensor, w: Tensor) -> _State:
-        """The state at u, whose best w is known. One pass."""
+    def best_rows(self, u: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
+        """`L` at u, from one pass stabilized by biases of x nearby, and the best w for it."""
+        row = self.stage.lse_x(near, u)
+        return row, self.stage.x.update(row)
+
+    def at(self, u: Tensor, row: Tensor) -> _State:
+        """The state at u, whose row sums are known. One pass."""
+        w = self.stage.x.update(row)
         col = self.stage.lse_y(w, u)
-        return _State(Biases(w, u), col, float(self.stage.y.error(u, col)[0]))
+        return _State(Biases(w, u), row, col, float(self.stage.y.error(u, col)[0]))
 
-    def best_rows(self, u: Tensor, near: Tensor, row: Tensor | None = None) -> Tensor:
-        """The best w for u, from row sums at hand or made here: one pass.
-
-        Args:
-            u: biases of y.
-            near: biases of x that stabilize the sums.
-            row: `L` at u.
-        """
-        return self.stage.x.update(self.stage.lse_x(near, u) if row is None else row)
+    def start(self, u: Tensor, near: Tensor) -> _State:
+        """The state at u. Two passes."""
+        return self.at(u, self.best_rows(u, near)[0])
 
     def sweep(self, state: _State) -> _State:
         """One Sinkhorn iteration; it never decreases the dual. Two passes."""
-        u = self.stage.y.update(state.col)
-        return self.at(u, self.best_rows(u, state.biases.row))
-
-    def audited(self, state: _State) -> _State:
-        """The state with both marginals measured: one pass, none the second time."""
-        if state.row is not None:
-            return state
-        w, u = state.biases.row, state.biases.col
-        row = self.stage.lse_x(w, u)
-        return replace(state, row=row, error=max(state.error, float(self.stage.x.error(w, row)[0])))
+        return self.start(self.stage.y.update(state.col), state.biases.row)
 
     def noise(self) -> float:
         """Falls of the dual value below this are rounding."""
@@ -199,10 +191,10 @@ class _SemiDual:
         length = min(1.0, LARGEST_MOVE / largest) if largest > 0 else 1.0
         for _ in range(trials):
             u = old.col + length * du
-            new = Biases(self.best_rows(u, old.row), u)
-            rise = self.rise(old, new)
+            row, w = self.best_rows(u, old.row)
+            rise = self.rise(old, Biases(w, u))
             if rise >= -self.noise():
-                return replace(self.at(u, new.row), rise=rise)
+                return replace(self.at(u, row), rise=rise)
             length *= 0.3
         return None
 
@@ -269,8 +261,8 @@ class _Newton:
         if inverse is not None and not self.whole:
             following = self.dual.search(state, self.dual.kept(state), trials=1)
             if following is not None and following.error < state.error:
-                inverse.lenient = following.error <= inverse.worthwhile * state.error
-                return self._audited(following)
+                inverse.lenient = following.error <= WORTHWHILE * state.error
+                return following
             self.whole, inverse.lenient = True, False
         return self._solve(state)
 
@@ -286,7 +278,7 @@ class _Newton:
         elif found.error > self.options.tol and not isinstance(dual.inverse, KeptInverse):
             # What CG leaves is mostly fast modes.
             found = replace(dual.sweep(found), rise=found.rise)
-        return self._audited(found)
+        return found
 
     def _forcing(self, error: float) -> float:
         """Relative residual of the Schur solve: the error squared is what the step leaves anyway.
@@ -298,21 +290,14 @@ class _Newton:
             return forcing
         return min(forcing, max(LAST_FORCING_FLOOR, 0.1 * self.options.tol / error))
 
-    def _audited(self, state: _State) -> _State:
-        """A state about to be called converged has both marginals measured."""
-        return state if state.error > self.options.tol else self.dual.audited(state)
-
     def run(self, state: _State) -> FixedPoint:
         """Judge and step until a status comes up."""
-        state = self._audited(state)
         status = self.terminate(state)
         while status is None:
             state = self.step(state)
             status = self.terminate(state)
         if status is Status.CONVERGED and self.options.tol <= self.floor:
             state = self._polish(state)
-        state = self.dual.audited(state)
-        assert state.row is not None
         device, stage = state.col.device, self.dual.stage
         # Potentials of atoms without mass, which no step moves: the best for the other side.
         u = torch.where(stage.y.weight > 0, state.biases.col, stage.y.update(state.col))
@@ -372,7 +357,7 @@ def continue_newton(
     _, u = turn.pair(start.biases.row, start.biases.col)
     assert start.lse[1] is not None
     row, _ = turn.pair(*start.lse)  # type: ignore[arg-type]
-    state = turn.dual.at(u, turn.dual.stage.x.update(row))
+    state = turn.dual.at(u, row)
     run = _Newton(
         turn.dual,
         noise_floor(problem),
@@ -416,7 +401,7 @@ def run_dual_newton(
 
     def start(biases: Biases) -> _State:
         near, u = turn.pair(biases.row, biases.col)
-        return dual.at(u, dual.best_rows(u, near))
+        return dual.start(u, near)
 
     state = start(init)
     if fallback is not None and not state.error <= NEAR:

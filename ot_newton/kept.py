@@ -26,11 +26,8 @@ class KeptInverse:
         factor: Cholesky factor (1,m,m) of an earlier `S^`, off 0 by a ridge at rounding level and with its
             null vector filled in.
         lenient: whether the dual Newton may try it: it has just been made, or no try has failed.
-        worthwhile: it goes on for as long as a step takes the error below this part of it.
         factorizations: made so far.
     """
-
-    worthwhile = 0.7
 
     def __init__(self, factor: Tensor | None = None) -> None:
         self.factor = factor

@@ -12,6 +12,7 @@ import torch
 import ot_newton as otn
 from ot_newton import dual_newton
 from ot_newton.errors import ConvergenceWarning, PrecisionWarning, Status
+from ot_newton.kept import KeptInverse
 from tests import truth
 from tests.generators import Case, case_S, seeded
 from tests.helpers import BACKENDS, problem_of
@@ -123,6 +124,66 @@ def test_dual_value_never_decreases(case: Case, backend: str, monkeypatch: pytes
     assert rises.min() >= -floor
     assert values[-1] - values[0] > 0
     assert abs(values[-1] - case.truth().value) <= 1e-10
+
+
+# ---- stored plans ------------------------------------------------------------------------------------
+
+
+def test_a_kept_inverse_is_the_inverse_and_says_what_it_fits() -> None:
+    case = seeded(20, 15, 3, 0.1)
+    result = otn.sinkhorn(problem_of(case), tol=1e-12, method="newton")
+    assert result.factor is not None
+    kept = KeptInverse()
+    assert kept.state is None
+    assert kept.factorize(result.linearized.system())
+    # Independent of our own products: S^ from the plan of the truth.
+    plan = case.truth().plan
+    r, c = plan.sum(1), plan.sum(0)
+    half = np.sqrt(c)
+    s = np.eye(15) - plan.T @ (plan / r[:, None]) / half[:, None] / half[None]
+    wanted = np.linalg.inv(s + np.outer(half, half) / c.sum())
+    v = torch.randn(1, 15, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = kept.amplify(v) + v
+    np.testing.assert_allclose(found[0].numpy(), wanted @ v[0].numpy(), rtol=1e-7, atol=1e-9)
+    assert kept.matches(torch.zeros(1, 15, dtype=torch.float64))
+    assert not kept.matches(torch.zeros(1, 15))
+    assert not kept.matches(torch.zeros(1, 20, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rho", [(None, None), (0.5, None), (None, 2.0)], ids=str)
+def test_the_short_side_is_factorized(rho: tuple[Any, Any], turned: bool) -> None:
+    """A matrix of the long side would be 20 GB; which side is x makes no difference."""
+    case = seeded(6, 50_000, 2, 0.02)
+    x, y = (case.y, case.x) if turned else (case.x, case.y)
+    rho_x, rho_y = rho[::-1] if turned else rho
+    problem = otn.OTProblem(torch.tensor(x), torch.tensor(y), eps=0.02, rho_x=rho_x, rho_y=rho_y)
+    result = otn.sinkhorn(problem, method="newton", tol=1e-11)
+    assert result.backend == "dense"
+    assert result.converged
+    assert result.factor is not None
+    assert result.factor.shape == (1, 6, 6)
+    plan = result.plan
+    small = plan.col_sums() if turned else plan.row_sums()
+    hard = rho[0] is None
+    if hard:
+        assert float((small - 1 / 6).abs().sum()) <= 1e-11
+    cpu = otn.sinkhorn(problem, method="newton", tol=1e-11, backend="cpu")
+    assert float(abs(cpu.value - result.value)) <= 1e-11
+
+
+def test_a_factor_is_carried_and_dropped_where_it_does_not_fit() -> None:
+    loss = otn.SinkhornLoss(0.05, method="newton")
+    x, y = (torch.tensor(part) for part in (seeded(30, 25, 2, 0.05).x, seeded(30, 25, 2, 0.05).y))
+    loss(x, y)
+    first = loss.last_result
+    loss(x + 1e-4, y)
+    assert first is not None
+    assert loss.last_result is not None
+    assert loss.last_result.factor is first.factor
+    smaller = loss(x[:20], y[:20])
+    wanted = otn.sinkhorn(otn.OTProblem(x[:20], y[:20], eps=0.05), tol=1e-12)
+    assert float(abs(smaller - wanted.value)) <= 1e-9
 
 
 # ---- statuses ----------------------------------------------------------------------------------------

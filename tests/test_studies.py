@@ -233,8 +233,6 @@ def test_a_batched_gradient_is_within_the_tolerance_of_the_single_loss():
             slope = tight.value_and_grad(batch.w(k))[1]
             assert float((gradient[k] - slope).norm()) <= 0.02 * float(slope.norm())
         batch.advance(gradient)
-    assert batch.batch.lane_iterations > 0  # the sweeps took part
-    assert batch.batch.finished_alone < 36
 
 
 def test_released_lanes_stand_still_and_do_not_move_the_others():
