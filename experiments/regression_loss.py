@@ -29,7 +29,7 @@ from ot_newton.warm import Tangents, WarmStart
 __all__ = ["RegressionLoss", "WeightHessian"]
 
 GRADIENT_ACCURACY = 1e-2
-HESSIAN_TOL = 1e-9
+HESSIAN_TOL = 1e-6
 FIRST_TOL = 1e-3
 ROUNDS = 8
 MARGIN = 0.7

@@ -12,7 +12,7 @@ import torch
 
 from ot_newton.backends.select import choose_backend, get_backend
 from ot_newton.deflation import Deflation
-from ot_newton.dual_newton import Inverse, continue_newton, run_dual_newton
+from ot_newton.dual_newton import continue_newton, run_dual_newton
 from ot_newton.errors import (
     ConvergenceWarning,
     PrecisionWarning,
@@ -27,6 +27,7 @@ from ot_newton.potentials import Biases, Potentials, potentials_to_biases
 from ot_newton.problem import OTProblem, as_tensor
 from ot_newton.protocols import PassCounter, PlanBackend
 from ot_newton.result import SinkhornResult
+from ot_newton.semi_dual import Inverse
 from ot_newton.stage import noise_floor
 from ot_newton.warm import WarmStart
 

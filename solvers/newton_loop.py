@@ -301,7 +301,15 @@ class NewtonLoop:
                 return self._stuck(noisy_trials > 0 or step.reason is CGReason.CONVERGED)
             verdict = compare(self.point, trial, step.decrease, LEAST_RATIO)
             before = radius
-            radius = next_radius(before, step, verdict.ratio, noisy=verdict.noisy, finite=verdict.finite)
+            radius = next_radius(
+                before,
+                step,
+                verdict.ratio,
+                noisy=verdict.noisy,
+                finite=verdict.finite,
+                slope=float(self.point.grad @ step.p),
+                rise=trial.value - self.point.value,
+            )
             if verdict.accepted:
                 # A radius that has just proved too large is not tried again at the next point.
                 return self._accept(trial, step, min(radius, largest), verdict.ratio)

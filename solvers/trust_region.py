@@ -178,15 +178,29 @@ class Model:
         return self._finish(p, hp, radius, False, last + 1)
 
 
-def next_radius(radius: float, step: TrustStep, ratio: float, *, noisy: bool, finite: bool) -> float:
-    """Radius after a trial: half of the step when it was poor, doubled when good and on the boundary.
+def next_radius(
+    radius: float, step: TrustStep, ratio: float, *, noisy: bool, finite: bool, slope: float, rise: float
+) -> float:
+    """Radius after a trial: a part of the step when it was poor, doubled when good and on the boundary.
 
-    Half, not the usual quarter: a shorter try is cut from the recorded path and costs no product.
+    The part is where the parabola through both values and the slope has its minimum, within [.1, .5]. Half,
+    not the usual quarter: a shorter try is cut from the recorded path and costs no product.
+
+    Args:
+        radius: of the trial.
+        step: it took.
+        ratio: actual over predicted decrease.
+        noisy: the decrease drowned in noise.
+        finite: the trial's value was finite.
+        slope: `g^T p`.
+        rise: value at the trial minus that at the point.
     """
     if not finite:
         return 0.1 * step.length
     if ratio < 0.25:
-        return 0.5 * step.length
+        bend = rise - slope
+        part = 0.5 if noisy or not bend > 0 else -slope / (2.0 * bend)
+        return min(0.5, max(0.1, part)) * step.length
     if ratio > 0.75 and step.on_boundary and not noisy:
         return max(radius, 2.0 * step.length)
     return radius

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ot_newton as otn
-from ot_newton import dual_newton
+from ot_newton import dual_newton, semi_dual
 from ot_newton.directions import Direction
 from ot_newton.errors import Status
 from ot_newton.potentials import Potentials
@@ -115,8 +115,8 @@ def test_deflated_iterations_never_lower_the_dual_and_save_passes(
     kinds: list[str] = []
     values: list[float] = []
     kept, solved, judge = (
-        dual_newton._SemiDual.kept,
-        dual_newton._SemiDual.solved,
+        semi_dual.SemiDual.kept,
+        semi_dual.SemiDual.solved,
         dual_newton._Newton.terminate,
     )
 
@@ -144,8 +144,8 @@ def test_deflated_iterations_never_lower_the_dual_and_save_passes(
         values.append(float(result.value))
         return judge(self, state)
 
-    monkeypatch.setattr(dual_newton._SemiDual, "kept", count("kept", kept))
-    monkeypatch.setattr(dual_newton._SemiDual, "solved", count("solved", solved))
+    monkeypatch.setattr(semi_dual.SemiDual, "kept", count("kept", kept))
+    monkeypatch.setattr(semi_dual.SemiDual, "solved", count("solved", solved))
     monkeypatch.setattr(dual_newton._Newton, "terminate", watch)
     before = loss.plan_passes
     loss(moved, y)
