@@ -32,11 +32,11 @@ def _save(figure: Figure, path: Path) -> Path:
 
 
 def plot_trajectory(row: Row, path: Path) -> Path:
-    """Loss and lambda_min against the step of one run, with every switch of method marked.
+    """Loss and lambda_min against the step of one run, with switches of method and certified saddles marked.
 
     Args:
         row: with ``trace``: lists ``step``, ``loss``; ``probe_step``, ``lambda_min``; ``switches``: step,
-            action and reason of each.
+            action and reason of each. ``saddles``, if any: ``step``, ``value`` and ``lambda_min`` of each.
         path: of the image.
     """
     trace = row["trace"]
@@ -52,6 +52,10 @@ def plot_trajectory(row: Row, path: Path) -> Path:
     bottom.set_xlabel("step")
     scale = max((abs(v) for v in trace["lambda_min"]), default=1.0)
     bottom.set_yscale("symlog", linthresh=max(scale, 1e-12) * 1e-2)
+    saddles = row.get("saddles", ())
+    for axes, name in ((top, "value"), (bottom, "lambda_min")):
+        at = [saddle["step"] for saddle in saddles], [saddle[name] for saddle in saddles]
+        axes.plot(*at, "D", color=ORANGE, ms=6, label="certified saddle" if saddles else None)
     styles = {"newton": ("--", ORANGE), "first-order": ("-.", BLUE)}
     for axes in (top, bottom):
         seen: set[str] = set()

@@ -114,7 +114,7 @@ def _ratio(pairs: Sequence[tuple[Row, Row]]) -> float | None:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Totals, sensitivity of the switch and targets, for a rich console."""
+    """Totals, sensitivity of the switch, the path past several saddles and targets, for a rich console."""
     from rich.table import Table
 
     found = summary(rows)
@@ -142,6 +142,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
                 f"{one['median_passes']:.0f}",
             )
         made.append(levels)
+    made += [_staircase(row) for row in _of(rows, "trajectory") if "saddles" in row]
     targets = _targets(rows, found)
     if targets.row_count:
         made.append(targets)
@@ -160,6 +161,27 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
         f"{one['median_passes']:.0f}",
         f"{one['seconds']:.0f}",
     ]
+
+
+def _staircase(row: Row) -> Table:
+    """The certified saddles of one path, and its end."""
+    from rich.table import Table
+
+    table = Table(title=f"{row['label']}: saddles passed", title_justify="left")
+    for name in ("step", "value", "|g|", "lambda_min", "lambda_max", "certified"):
+        table.add_column(name, justify="left" if name == "certified" else "right", no_wrap=True)
+    end = {name: row[f"{name}_end"] for name in ("lambda_min", "lambda_max")}
+    end |= {"step": row["trace"]["step"][-1], "value": row["value"], "grad_norm": row["grad_norm"]}
+    for point, status in [*((saddle, "SADDLE") for saddle in row["saddles"]), (end, row["status"])]:
+        curvatures = (point[name] for name in ("lambda_min", "lambda_max"))
+        table.add_row(
+            str(point["step"]),
+            f"{point['value']:.6f}",
+            f"{point['grad_norm']:.1e}",
+            *("" if value is None else f"{value:.3e}" for value in curvatures),
+            status,
+        )
+    return table
 
 
 def _targets(rows: Sequence[Row], found: Mapping[str, Any]) -> Table:

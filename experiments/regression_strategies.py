@@ -16,6 +16,7 @@ from ot_newton.experiments.data import RegressionData, start
 from ot_newton.experiments.regression_loss import RegressionLoss
 from ot_newton.experiments.runs import Row, Task, load_average
 from ot_newton.problem import OTProblem
+from ot_newton.solvers.callbacks import StepInfo
 from ot_newton.solvers.escape import SaddleEscape
 from ot_newton.solvers.monitor import LanczosMonitor
 from ot_newton.solvers.newton import NewtonCG, NewtonResult
@@ -27,6 +28,7 @@ STRATEGIES = ("escape", "newton", "adam", "sensitivity", "packing", "trajectory"
 ROUGH = 1e-4
 CONFIDENCE = 0.99
 PACKING_ITERATIONS = 4000
+SAME_POINT = 1e-6
 
 
 def run_one(task: Task) -> Row:
@@ -54,25 +56,104 @@ def _newton(task: Task) -> Row:
     return _solved(task, data, loss, lambda: solver.minimize(w0), curvature_at(loss, w0))
 
 
+class _MirroredLoss(RegressionLoss):
+    """The loss of clouds that are their own mirror images, each in its second axis.
+
+    It is the same for W with the signs of its second row, of its second column or of both changed. Where such
+    a change leaves W as it is, gradient and Hessian have the same symmetry, and the mean over these changes
+    takes out what errors of the inner solve add to it: off the set of such W they would grow along a
+    direction of negative curvature.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, *, eps: float) -> None:
+        super().__init__(x, y, eps=eps)
+        row, column = (torch.ones(cloud.shape[1], dtype=cloud.dtype) for cloud in (x, y))
+        row[1], column[1] = -1.0, -1.0
+        whole = torch.ones(len(row), len(column), dtype=x.dtype)
+        self._signs = torch.stack([whole, row[:, None] * whole, whole * column, torch.outer(row, column)])
+
+    def value_and_grad(self, w: Tensor) -> tuple[float, Tensor]:
+        """OT and its gradient, with the symmetry of ``w``."""
+        value, gradient = super().value_and_grad(w)
+        return value, (self._kept(w) * gradient).mean(0)
+
+    def symmetric_hessian(self, w: Tensor) -> Tensor:
+        """The Hessian (N, N) with the symmetry of ``w``."""
+        signs = self._kept(w).reshape(-1, w.numel())
+        return self.hessian(w).to_dense() * (signs.T @ signs) / len(signs)
+
+    def _kept(self, w: Tensor) -> Tensor:
+        """The changes of signs (k, dX, dY) that leave ``w`` as it is."""
+        moved = (self._signs * w - w).abs().amax((1, 2))
+        return self._signs[moved <= SAME_POINT * float(w.abs().max())]
+
+
+def _mirrored(cloud: Tensor) -> Tensor:
+    """The first half of a cloud in its principal axes, followed by its mirror image in the second of them."""
+    half = cloud[: (len(cloud) + 1) // 2]
+    half = half - half.mean(0)
+    half = half @ torch.linalg.svd(half, full_matrices=False)[2].T
+    image = half.clone()
+    image[:, 1] *= -1.0
+    return torch.cat([half, image])
+
+
 def _trajectory(task: Task) -> Row:
-    """From W = 0 of centred clouds: the gradient vanishes there by symmetry, the curvature is negative."""
+    """Down a staircase of saddles, each a point that meets the gradient test, to a certified minimum.
+
+    Both clouds are made symmetric (`_mirrored`). A set of W that a reflection leaves alone (second column 0;
+    second row 0) is then invariant: at a point of it gradient and Newton step stay in it, and what is a
+    minimum within it may be a saddle among all W. The start W = 0 is in all these sets, and a saddle. At each
+    saddle the certificate finds the negative curvature, the run leaves along its eigenvector, which ends one
+    of the symmetries or more, and Newton-CG goes on to the next.
+
+    ``trace`` has lambda_min at every step. ``saddles`` lists those that were left, evaluated again by a loss
+    of its own, which knows nothing of the symmetry; ``saddle_regions`` counts the stretches of steps with
+    lambda_min < 0.
+    """
     given, s = task.payload, task.settings
-    data = RegressionData(given.name, given.x - given.x.mean(0), given.y - given.y.mean(0))
-    loss = RegressionLoss(data.x, data.y, eps=s["eps"])
+    data = RegressionData(given.name, _mirrored(given.x), _mirrored(given.y))
+    loss = _MirroredLoss(data.x, data.y, eps=s["eps"])
     solver = NewtonCG(
         loss,
         gtol=s["gtol"],
         max_iter=s["max_steps"],
         max_escapes=s["max_steps"],
-        monitor=LanczosMonitor(every=1, confidence=CONFIDENCE),
+        hess=loss.symmetric_hessian,
+        confidence=CONFIDENCE,
     )
     w0 = torch.zeros(data.x.shape[1], data.y.shape[1], dtype=data.x.dtype)
-    row = _solved(task, data, loss, lambda: solver.minimize(w0), curvature_at(loss, w0))
+    watch, path = LanczosMonitor(every=1, confidence=CONFIDENCE), [w0]
+
+    def follow(info: StepInfo) -> None:
+        watch.probe(info.record.step, info.hessian)
+        path.append(info.x)
+
+    watch.probe(0, loss, w0)
+    row = _solved(task, data, loss, lambda: solver.minimize(w0, callback=follow), curvature_at(loss, w0))
+    row["trace"] |= {
+        "probe_step": [probe.step for probe in watch.history],
+        "lambda_min": [probe.lambda_min for probe in watch.history],
+        "lambda_max": [probe.lambda_max for probe in watch.history],
+    }
     signs = [value < 0 for value in row["trace"]["lambda_min"]]
     row["saddle_regions"] = sum(
         now and not before for before, now in zip([False, *signs], signs, strict=False)
     )
+    left = [
+        k - 1 for k, kind in zip(row["trace"]["step"], row["trace"]["kind"], strict=True) if kind == "escape"
+    ]
+    row["saddles"] = [{"step": k} | _stationary(data, path[k], s["eps"]) for k in left]
     return row
+
+
+def _stationary(data: RegressionData, w: Tensor, eps: float) -> Row:
+    """Value, gradient and extreme curvatures at ``w``, from a loss of its own."""
+    loss = RegressionLoss(data.x, data.y, eps=eps)
+    low, high = curvature_at(loss, w)
+    value = loss.value(w)
+    gradient = loss.value_and_grad(w)[1]
+    return {"value": value, "grad_norm": float(gradient.norm()), "lambda_min": low, "lambda_max": high}
 
 
 def _escape(task: Task) -> Row:

@@ -6,7 +6,7 @@
     adam         Adam alone, cosine decay, each step size of ``adam_lrs``
     sensitivity  escape again at other levels of the switch
     packing      lane-iterations of one batch of plans, packed against fixed
-    trajectory   Newton-CG from W = 0 of centred clouds (a saddle), lambda_min at every step
+    trajectory   Newton-CG from W = 0 of mirrored clouds past several saddles, lambda_min at every step
 
 All share the inner tolerance of `RegressionLoss` (gradient error at most 1% of the gradient) and the outer
 one, `|g_k| <= gtol max_{j<=k} |g_j|` with a smallest curvature certified positive.
@@ -199,10 +199,10 @@ def _seed_tasks(config: Config, data: Sequence[RegressionData], phase: Sequence[
                     "phase": phase[k]["key"],
                 }
                 tasks.append(Task(f"{problem.name}, {name}", settings, (problem, phase[k], name)))
-    example = data[min(1, len(data) - 1)]
     if "trajectory" in config.chosen:
-        settings = _shared(config, example, ("gtol", "max_steps")) | {"strategy": "trajectory"}
-        tasks.append(Task(f"{example.name}, trajectory", settings, example))
+        settings = _shared(config, data[0], ("gtol", "max_steps"))
+        settings |= {"strategy": "trajectory", "clouds": "mirrored"}
+        tasks.append(Task(f"{data[0].name} mirrored, trajectory", settings, data[0]))
     if "packing" in config.chosen:
         settings = _shared(config, data[0], ("packing_tol",)) | {"strategy": "packing", "seeds": len(data)}
         tasks.append(Task("packing", settings, list(data)))

@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from ot_newton.cli import main
-from ot_newton.experiments import hvp_accuracy, low_eps, regression_study
+from ot_newton.experiments import hvp_accuracy, low_eps, regression_strategies, regression_study
 from ot_newton.experiments.bench.__main__ import TABLES
 from ot_newton.experiments.data import mixture, start
 from ot_newton.experiments.dense_hessian import dense_hessian
@@ -297,13 +297,47 @@ def test_counts_of_both_phases_add_up(smoke):
         assert row["trace"]["loss"][0] == phase["values"][0]
 
 
-def test_the_trajectory_starts_at_a_saddle_and_shows_lambda_min_at_every_step(smoke):
-    folder, _ = smoke
+def test_the_trajectory_passes_several_saddles_with_lambda_min_at_every_step(smoke):
+    folder, done = smoke
     (row,) = [row for row in rows(folder / "strategies.jsonl") if row.get("strategy") == "trajectory"]
+    trace, saddles = row["trace"], row["saddles"]
+    assert row["status"] == "MINIMUM"
     assert row["lambda_min_start"] < 0 < row["lambda_min_end"]
-    accepted = set(row["trace"]["probe_step"])
-    assert set(range(max(row["trace"]["step"]))) - accepted <= {1}  # the step out of the saddle
-    assert row["saddle_regions"] >= 1
+    assert sorted(set(trace["step"])) == trace["probe_step"] == list(range(trace["step"][-1] + 1))
+    assert len(trace["lambda_min"]) == len(trace["probe_step"])
+    assert len(saddles) >= 2
+    assert saddles[0]["step"] == 0
+    values = [saddle["value"] for saddle in saddles] + [row["value"]]
+    assert values == sorted(values, reverse=True)
+    loss_at = dict(zip(trace["step"], trace["loss"], strict=True))
+    for saddle in saddles:
+        # From a fresh loss that does not know of the symmetry.
+        assert saddle["grad_norm"] <= 1e-7
+        assert saddle["lambda_min"] < -1e-4 * abs(saddle["lambda_max"])
+        assert saddle["lambda_min"] == pytest.approx(trace["lambda_min"][saddle["step"]], rel=1e-4)
+        assert saddle["value"] == pytest.approx(loss_at[saddle["step"]], rel=1e-8)
+        assert f"{saddle['value']:.6f}" in done["shuffled-regression"].output
+
+
+def test_a_mirrored_loss_is_the_loss_with_exact_symmetry():
+    data = mixture(0, 30)
+    x, y = (regression_strategies._mirrored(cloud) for cloud in (data.x, data.y))
+    for cloud, given in ((x, data.x), (y, data.y)):
+        half, image = cloud.split(15)
+        assert torch.equal(half[:, 1], -image[:, 1])
+        assert torch.equal(half[:, [0, *range(2, half.shape[1])]], image[:, [0, *range(2, half.shape[1])]])
+        torch.testing.assert_close(torch.cdist(half, half), torch.cdist(given[:15], given[:15]))
+    loss, w = regression_strategies._MirroredLoss(x, y, eps=EPS), start(data, 0)
+    for _ in range(2):
+        exact = truth.solve((x @ w).numpy(), y.numpy(), eps=EPS)
+        moves = np.einsum("nk,dl->ndkl", x, np.eye(2)).reshape(60, 10)
+        assert loss.value(w) == pytest.approx(exact.value, rel=1e-9)
+        slope, curvature = loss.value_and_grad(w)[1], loss.symmetric_hessian(w)
+        np.testing.assert_allclose(slope, x.numpy().T @ exact.gradient("x"), rtol=0, atol=1e-9)
+        np.testing.assert_allclose(curvature, moves.T @ exact.hessian("x") @ moves, rtol=0, atol=1e-6)
+        w[:, 1] = 0.0  # its own image
+    assert not slope[:, 1].any()
+    assert not curvature.reshape(5, 2, 5, 2)[:, 0, :, 1].any()
 
 
 # ---- figures in the tables -----------------------------------------------------------------------------
