@@ -209,10 +209,8 @@ class RegressionLoss:
         return bound
 
     def value_noise(self, w: Tensor) -> float:
-        """Rounding and the duality gap of the plan at ``w``."""
-        result = self._solve(w, self.tol, GRADIENT_ACCURACY)[0]
-        rounding = 8 * torch.finfo(self.x.dtype).eps * (abs(float(result.value)) + self.eps)
-        return rounding + abs(float(result.gap))
+        """Bound on the error of the value at ``w``, first order in the marginal error."""
+        return self._solve(w, self.tol, GRADIENT_ACCURACY)[0].value_noise
 
     def hvp_noise_floor(self, w: Tensor) -> float:
         """Absolute uncertainty of an eigenvalue of the Hessian at ``w``."""
