@@ -124,6 +124,8 @@ class AdamBatch:
         if self.schedule is not None:
             self.schedule.step()
         gone = [k for k in range(len(self.lanes)) if k not in self.live]
+        for lane in self.lanes:
+            lane.loss.release()
         with torch.no_grad():
             self.parameter[gone] = before[gone]
         self.step += 1

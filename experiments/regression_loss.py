@@ -220,6 +220,10 @@ class RegressionLoss:
         """Marginal error at which a gradient of that size is accurate to 1%, never below ``tol``."""
         return max(self.tol, GRADIENT_ACCURACY * float(gradient.norm()) / self._typical)
 
+    def release(self) -> None:
+        """Let go of the plan and the Hessian at hand, not of what the next solve starts from."""
+        self._at = self._result = self._hessian = None
+
     def warm_state(self) -> dict[str, Any]:
         """What the next solve starts from: potentials, responses of the last Hessian, inverses kept."""
         memory = self._memory
@@ -239,7 +243,7 @@ class RegressionLoss:
         if "inverses" in state:
             memory = replace(memory, factor=state["inverses"][0], space=state["inverses"][1])
         self._memory, self._wanted = memory, state.get("wanted", self._wanted)
-        self._at = self._result = self._hessian = None
+        self.release()
 
     @contextlib.contextmanager
     def freeze(self) -> Iterator[None]:

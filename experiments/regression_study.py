@@ -64,7 +64,7 @@ class Config:
         threshold: the switch, relative to lambda_max.
         gtol: gradient test relative to the largest gradient seen.
         max_steps: cap on the steps of SaddleEscape and Newton-CG.
-        max_first_order: steps of the batched Adam phase after which a lane is released anyway.
+        max_first_order: steps of an Adam phase after which Newton takes over anyway.
         adam_steps: of Adam alone.
         adam_lrs: its step sizes; the table takes each seed's best.
         sensitivity_seeds: seeds of "sensitivity".
@@ -79,12 +79,12 @@ class Config:
     n: int | None = None
     spread: float | None = None
     eps: float | None = None
-    lr: float = 0.05
+    lr: float = 0.1
     probe_every: int = 10
     threshold: float = 1e-3
     gtol: float = 1e-8
     max_steps: int = 2000
-    max_first_order: int = 500
+    max_first_order: int = 20
     adam_steps: int = 2000
     adam_lrs: tuple[float, ...] = (0.01, 0.03, 0.1)
     sensitivity_seeds: int = 24
