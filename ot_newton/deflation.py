@@ -15,6 +15,7 @@ Newton the approximate inverse `I + U (T^-1 - I) U^T` for none.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,7 @@ class Deflation:
         self.values: Tensor | None = None
         self.products: Tensor | None = None
         self.inverse: Tensor | None = None
-        self._owner: SchurSystem | None = None
+        self._owner: weakref.ref[SchurSystem] | None = None
 
     @classmethod
     def carried(cls, space: tuple[Tensor, Tensor, Tensor] | None) -> Deflation:
@@ -162,9 +163,9 @@ class Deflation:
 
     def attach(self, system: SchurSystem) -> None:
         """Make the space that of this system: after a change of plan, re-orthogonalize and re-apply."""
-        if self._owner is system:
+        if self._owner is not None and self._owner() is system:
             return
-        self._owner, self.harvests = system, 0
+        self._owner, self.harvests = weakref.ref(system), 0
         if self.basis is None:
             return
         if not self.matches(system.diag):

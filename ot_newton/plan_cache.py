@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Self, cast
 
@@ -70,7 +72,10 @@ class PlanCaches:
         self.source: tuple[str, Biases] | None = None
         self.swapped = swapped
         self.centre_weights = problem.balanced
-        self._swap: PlanCaches | None = self if symmetric else None
+        self.symmetric = symmetric
+        self._swap: PlanCaches | None = None
+        # Weak: a circle would keep the plan's matrices until the garbage collector comes by.
+        self._origin: weakref.ref[PlanCaches] | None = None
         self._system: SchurSystem | None = None
         self._self_system: SelfSystem | None = None
         self._rows: tuple[Tensor, Tensor] | None = None
@@ -78,11 +83,17 @@ class PlanCaches:
     @property
     def swap(self) -> Self:
         """The same problem with x and y exchanged; marginals are shared."""
+        if self.symmetric:
+            return self
+        origin = None if self._origin is None else self._origin()
+        if origin is not None:
+            return cast("Self", origin)
         if self._swap is None:
-            other = TransposedPlan(self.plan)
-            self._swap = type(self)(self.problem, other, self.counter, direct=self.direct, swapped=True)
-            self._swap._swap = self
-            self._swap.squared = self._squared_transposed if self.squared is not None else None
+            other, turned = TransposedPlan(self.plan), not self.swapped
+            self._swap = type(self)(self.problem, other, self.counter, direct=self.direct, swapped=turned)
+            self._swap._origin = weakref.ref(self)
+            if self.squared is not None:
+                self._swap.squared = functools.partial(_transposed, self.squared)
         return cast("Self", self._swap)
 
     def preconditioned(self, preconditioner: Callable[[Tensor], Tensor]) -> Self:
@@ -127,10 +138,6 @@ class PlanCaches:
             )
         return self._system
 
-    def _squared_transposed(self) -> Plan:
-        assert self.squared is not None
-        return TransposedPlan(self.squared())
-
     def gradient(self) -> Tensor:
         """`dOT/dx (B,n,d)`; that in y is ``swap.gradient()``."""
         r, py = self.rows()
@@ -141,3 +148,7 @@ class PlanCaches:
         if self._self_system is None:
             self._self_system = SelfSystem(self.plan, self.rows()[0], self.relax[0])
         return self._self_system
+
+
+def _transposed(plan: Callable[[], Plan]) -> Plan:
+    return TransposedPlan(plan())

@@ -127,7 +127,7 @@ def sinkhorn(
             averaged; keeps f = g for identical inputs), "self" for OT(x, x): one averaged update of f = g,
             one pass an iteration.
         anneal: "auto" starts from a larger eps, halved every iteration, when eps is small against the
-            cost and there is no ``init``; False never does.
+            cost (below 1/1024 of the largest) and there is no ``init``; False never does.
         init: a former result, `Potentials` or (f, g) to start from.
         backend: "auto", "dense", "torch_tiles", "cpu" or "triton" (on an NVIDIA GPU; "triton:tf32x3" and the
             like name a precision other than ieee float32).
