@@ -26,6 +26,7 @@ from ot_newton.warm import Tangents, WarmStart
 
 __all__ = ["SinkhornLoss", "ot_cost", "sinkhorn_divergence"]
 
+SLOW_ITERATIONS = 12
 WORTHLESS = 0.5
 SOLVE_OPTIONS = ("tol", "max_iter", "method", "anneal", "backend", "callback", "progress")
 
@@ -193,7 +194,8 @@ class SinkhornLoss(torch.nn.Module):
             return start
         plan = result.linearized
         space = start.space if plan.deflation is None else plan.deflation.state
-        tangents = None if plan.tangents is None else Tangents(plan.tangents.blocks)
+        seen = plan.tangents
+        tangents = None if seen is None else Tangents(seen.blocks, seen.secant)
         return replace(start, space=space, tangents=tangents)
 
     @contextlib.contextmanager
@@ -280,11 +282,12 @@ class SinkhornLoss(torch.nn.Module):
         usable = float(result.errors.max()) < WORTHLESS
         if keeps and usable and not self._frozen:
             x, y = problem.x.detach().clone(), problem.y.detach().clone()
-            self._starts[name] = WarmStart(
-                result.potentials, x, y, newton=result.newton, factor=result.factor
-            )
+            slow = result.newton or (init is not None and int(result.iterations.max()) > SLOW_ITERATIONS)
+            self._starts[name] = WarmStart(result.potentials, x, y, newton=slow, factor=result.factor)
             self._live[name] = result
             result.linearized.tangents = Tangents()
+            if init is not None and not problem.batch_shape and init.x.shape == x.shape:
+                result.linearized.tangents.along(init, x, y, result.potentials)
         return result
 
 

@@ -3,7 +3,8 @@
 A Hessian-vector product solves for the response of the potentials to a displacement of the points (the
 `w1, w2` of MATH 4). `Tangents` keeps those responses; where the next clouds differ from the last ones by a
 combination of displacements seen, as after a Newton-CG step, the potentials follow to first order and the
-next solve starts at an error of second order in the step, at no plan pass.
+next solve starts at an error of second order in the step, at no plan pass. Where no product was made, as with
+Adam or L-BFGS, they are extrapolated along the last displacement.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = ["Tangents", "WarmStart"]
 MAX_TANGENTS = 256
 TANGENT_BYTES = 1 << 26
 RELATIVE_RANK = 1e-12
+LONGEST = 2.0
 
 
 class Tangents:
@@ -31,10 +33,19 @@ class Tangents:
     Attributes:
         blocks: pairs of displacements (k, (n+m) d), x first, and responses (k, n+m) of (f, g). The tensors
             are never changed, so that a copy of the tuple is a snapshot.
+        secant: the last displacement ((n+m) d,) and how the potentials changed with it (n+m,); what there is
+            to go by while no product has been made.
     """
 
-    def __init__(self, blocks: tuple[tuple[Tensor, Tensor], ...] = ()) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, blocks: tuple[tuple[Tensor, Tensor], ...] = (), secant: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        self.blocks, self.secant = blocks, secant
+
+    def along(self, before: WarmStart, x: Tensor, y: Tensor, potentials: Potentials) -> None:
+        """Add the secant from another solved problem to this one's clouds and potentials."""
+        (f, g), (f0, g0) = potentials, before.potentials
+        self.secant = displacement(before, x, y), torch.cat([f - f0, g - g0])
 
     def record(self, v: Direction, df: Tensor, dg: Tensor) -> None:
         """Add a block of displacements (1,K,.) and its responses (1,K,n), (1,K,m); the oldest make room."""
@@ -57,7 +68,7 @@ class Tangents:
         """Response (n+m,) to the part of a displacement ((n+m) d,) in the span; None without one."""
         blocks = [block for block in self.blocks if block[0].shape[1] == move.shape[0]]
         if not blocks:
-            return None
+            return self._extrapolated(move)
         rows = torch.cat([block[0] for block in blocks]).double()
         responses = torch.cat([block[1] for block in blocks]).double()
         size = rows.square().sum(1).sqrt()
@@ -72,6 +83,20 @@ class Tangents:
         weights = torch.where(size > 0, weights / size.clamp_min(torch.finfo(rows.dtype).tiny), 0 * weights)
         return (weights @ responses).to(move.dtype)
 
+    def _extrapolated(self, move: Tensor) -> Tensor | None:
+        """The part along the secant, of at most `LONGEST` times its length."""
+        if self.secant is None or self.secant[0].shape != move.shape:
+            return None
+        along, response = self.secant
+        length = float(along.double().square().sum())
+        part = float((along.double() * move.double()).sum()) / length if length > 0 else 0.0
+        return min(max(part, -LONGEST), LONGEST) * response
+
+
+def displacement(start: WarmStart, x: Tensor, y: Tensor) -> Tensor:
+    """How far the clouds are from a start's, flat, x first."""
+    return torch.cat([(x - start.x).reshape(-1), (y - start.y).reshape(-1)])
+
 
 @dataclass(frozen=True, eq=False)
 class WarmStart:
@@ -81,7 +106,7 @@ class WarmStart:
         potentials: of the solved problem.
         x: its clouds.
         y: likewise.
-        newton: whether Newton on the dual finished it: Sinkhorn is slow here.
+        newton: whether Newton on the dual finished it, or was to have: Sinkhorn is slow here.
         factor: factor of its Schur complement (`KeptInverse`), None where plans are not stored.
         space: slow modes of its Schur solves with their Ritz values (`Deflation.state`), None without them.
         tangents: responses to displacements.
@@ -107,7 +132,7 @@ class WarmStart:
             return None
         if self.y.shape != problem.y.shape:
             return None
-        move = torch.cat([(problem.x - self.x).reshape(-1), (problem.y - self.y).reshape(-1)])
+        move = displacement(self, problem.x, problem.y)
         if not bool(move.any()):
             return None
         response = self.tangents.predict(move)
@@ -124,6 +149,8 @@ class WarmStart:
             out["factor"] = self.factor
         if self.space is not None:
             out["modes"], out["ritz"], out["hard"] = self.space
+        if self.tangents is not None and self.tangents.secant is not None:
+            out["secant_move"], out["secant_response"] = self.tangents.secant
         for k, (moves, responses) in enumerate(() if self.tangents is None else self.tangents.blocks):
             out |= {f"moves{k}": moves, f"responses{k}": responses}
         return out
@@ -132,6 +159,8 @@ class WarmStart:
     def from_dict(cls, state: Mapping[str, Tensor]) -> WarmStart:
         """Inverse of `as_dict`."""
         count = sum(name.startswith("moves") for name in state)
+        known = "secant_move" in state
+        secant = (state["secant_move"], state["secant_response"]) if known else None
         return cls(
             Potentials(state["f"], state["g"]),
             state["x"],
@@ -139,5 +168,5 @@ class WarmStart:
             bool(state["newton"]),
             state.get("factor"),
             (state["modes"], state["ritz"], state["hard"]) if "modes" in state else None,
-            Tangents(tuple((state[f"moves{k}"], state[f"responses{k}"]) for k in range(count))),
+            Tangents(tuple((state[f"moves{k}"], state[f"responses{k}"]) for k in range(count)), secant),
         )

@@ -1,4 +1,4 @@
-"""Memory: resident set of one streamed product, no (n, m) array anywhere, and what a dropped result leaves."""
+"""Memory: resident set of one streamed product, no (n, m) array anywhere, what a dropped result leaves."""
 
 from __future__ import annotations
 

@@ -90,6 +90,70 @@ def test_a_part_of_the_move_is_predicted_and_nothing_else() -> None:
     assert start.predict(otn.OTProblem(x, y, eps=EPS)) is None  # nothing has moved
 
 
+@pytest.mark.parametrize("rho", [None, 0.5], ids=str)
+def test_without_products_potentials_follow_the_last_displacement(rho: float | None) -> None:
+    """On a straight path the extrapolated start is wrong by the square of the step."""
+    x, y = clouds(14, 11, 3)
+    v = direction(x)
+    errors, plain = [], []
+    for h in (1e-2, 1e-3):
+        loss = otn.SinkhornLoss(EPS, tol=1e-13, rho_x=rho)
+        loss(x, y)
+        loss(x + h * v, y)
+        start = loss._start("xy")
+        near = otn.OTProblem(x + 2 * h * v, y, eps=EPS, rho_x=rho)
+        exact = otn.sinkhorn(near, tol=1e-13)
+        predicted = start.predict(near)
+        assert predicted is not None
+        errors.append(plan_error(predicted, exact))
+        plain.append(plan_error(start.potentials, exact))
+    assert 70 <= errors[0] / errors[1] <= 140
+    assert errors[1] <= 0.05 * plain[1]
+
+
+def test_extrapolation_stops_at_twice_the_last_displacement() -> None:
+    x, y = clouds(6, 5, 2)
+    v = direction(x)
+    loss = otn.SinkhornLoss(EPS)
+    loss(x, y)
+    loss(x + 1e-3 * v, y)
+    start = loss._start("xy")
+    twice, far, back = (
+        start.predict(otn.OTProblem(x + 1e-3 * (1 + t) * v, y, eps=EPS)) for t in (2.0, 50.0, -50.0)
+    )
+    assert twice is not None
+    assert far is not None
+    assert back is not None
+    torch.testing.assert_close(far.f, twice.f, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        back.f - start.potentials.f, start.potentials.f - twice.f, rtol=1e-6, atol=1e-12
+    )
+    sideways = direction(x, 7)
+    sideways = sideways - v * (v * sideways).sum() / (v * v).sum()
+    across = start.predict(otn.OTProblem(x + 1e-3 * v + sideways, y, eps=EPS))
+    assert across is not None
+    torch.testing.assert_close(across.f, start.potentials.f, rtol=1e-9, atol=1e-9)
+
+
+def test_a_first_order_run_takes_fewer_passes_and_ends_at_the_same_loss() -> None:
+    """Adam on positions: extrapolated starts, and Newton once warm solves stay slow, against cold ones."""
+    case = seeded(150, 150, 2, 0.05)
+    ends, passes = [], []
+    for warm in (True, False):
+        loss = otn.SinkhornLoss(0.05, tol=1e-8, backend="cpu", warm_start=warm)
+        x = torch.tensor(case.x).requires_grad_()
+        optimizer = torch.optim.Adam([x], lr=0.01)
+        for _ in range(25):
+            optimizer.zero_grad()
+            value = loss(x, torch.tensor(case.y))
+            value.backward()
+            optimizer.step()
+        ends.append(float(value.detach()))
+        passes.append(loss.plan_passes)
+    assert abs(ends[0] - ends[1]) <= 1e-6
+    assert passes[0] <= 0.4 * passes[1]
+
+
 def test_the_oldest_tangents_make_room() -> None:
     tangents = Tangents()
     for k in range(MAX_TANGENTS + 3):
@@ -190,6 +254,9 @@ def test_a_saved_state_is_the_whole_state(tmp_path: Any) -> None:
     assert {"modes", "ritz", "moves0", "responses0"} <= set(other.warm_state()["xy"])
     near = x + 1e-3 * v
     assert torch.equal(loss(near, y), other(near, y))
+    other.load_warm_state(loss.warm_state())
+    assert {"secant_move", "secant_response"} <= set(other.warm_state()["xy"])
+    assert torch.equal(loss(near + 1e-3 * v, y), other(near + 1e-3 * v, y))
 
 
 @pytest.mark.parametrize("backend", ["dense", "cpu"])
