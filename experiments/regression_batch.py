@@ -182,6 +182,6 @@ class AdamBatch:
             "norms": lane.norms,
             "passes": lane.passes,
             "probes": lane.probes,
-            "warm": lane.loss.warm_state() | {"inverses": (None, None)},
+            "warm": lane.loss.warm_state(inverses=False),
             "counts": (lane.loss.plan_passes, lane.loss.n_sinkhorn, lane.loss.n_hessian),
         }

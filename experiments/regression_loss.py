@@ -24,16 +24,16 @@ from ot_newton.problem import OTProblem
 from ot_newton.result import SinkhornResult
 from ot_newton.solve import sinkhorn
 from ot_newton.stage import noise_floor
-from ot_newton.warm import Tangents, WarmStart
+from ot_newton.warm import Tangents, WarmStart, displacement
 
 __all__ = ["RegressionLoss", "WeightHessian"]
 
 GRADIENT_ACCURACY = 1e-2
 HESSIAN_TOL = 1e-6
+HESSIAN_RTOL = 1e-8
 FIRST_TOL = 1e-3
 ROUNDS = 8
 MARGIN = 0.7
-EXTRAPOLATE = (-1.0, 2.0)
 
 
 class WeightHessian:
@@ -46,7 +46,7 @@ class WeightHessian:
 
     def __init__(self, x: Tensor, result: SinkhornResult, spectral_square: float) -> None:
         self.x, self.result = x, result
-        self.inner = result.hessian("x")
+        self.inner = result.hessian("x", rtol=HESSIAN_RTOL)
         n = x.shape[1] * result.problem.d
         self.shape = (n, n)
         self.dtype, self.device = x.dtype, x.device
@@ -70,64 +70,24 @@ class WeightHessian:
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
-    """Potentials at one W, and the responses to moves that a Hessian there has left."""
-
-    w: Tensor
-    f: Tensor
-    g: Tensor
-    blocks: tuple[tuple[Tensor, Tensor], ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
 class _Memory:
     """What earlier solves know of the next one.
 
     Attributes:
-        known: potentials at the last two W.
-        bent: those at the last Hessian, with its responses.
-        factor: `WarmStart.factor`.
-        space: `WarmStart.space`.
+        last: the last solve.
+        bent: that of the last Hessian, with its responses.
     """
 
-    known: tuple[_Known, ...] = ()
-    bent: _Known | None = None
-    factor: Tensor | None = None
-    space: tuple[Tensor, Tensor, Tensor] | None = None
+    last: WarmStart | None = None
+    bent: WarmStart | None = None
 
-    def solved(self, result: SinkhornResult) -> _Memory:
-        """With the inverses that a solve has left."""
-        space = None if result.deflation is None else result.deflation.state
-        return replace(self, factor=result.factor, space=space)
-
-    def moved_to(self, w: Tensor, result: SinkhornResult) -> _Memory:
-        """With the potentials found at ``w``; better ones at the same W replace those at hand."""
-        again = bool(self.known) and torch.equal(w, self.known[0].w)
-        earlier = self.known[1:] if again else self.known[:1]
-        return replace(self, known=(_Known(w, result.f, result.g), *earlier))
-
-    def extrapolated(self, w: Tensor) -> Potentials | None:
-        """Potentials at ``w`` along the difference of the last two; None without a last one."""
-        if not self.known:
-            return None
-        last, before = self.known[0], self.known[-1]
-        move = last.w - before.w
-        length = float((move * move).sum())
-        along = float((move * (w - last.w)).sum()) / length if length > 0 else 0.0
-        t = min(max(along, EXTRAPOLATE[0]), EXTRAPOLATE[1])
-        return Potentials(last.f + t * (last.f - before.f), last.g + t * (last.g - before.g))
-
-    def start(self, w: Tensor, x: Tensor, y: Tensor) -> WarmStart | None:
-        """Start of the solve at ``w``: by the responses of the last Hessian if as near as the last W."""
-        bent, potentials = self.bent, self.extrapolated(w)
-        if potentials is None:
-            return None
-        if bent is not None and (w - bent.w).norm() <= (w - self.known[0].w).norm():
-            tangents = Tangents(bent.blocks)
-            return WarmStart(
-                Potentials(bent.f, bent.g), x @ bent.w, y, True, self.factor, self.space, tangents
-            )
-        return WarmStart(potentials, x @ w, y, True, self.factor, self.space)
+    def start(self, problem: OTProblem) -> WarmStart | None:
+        """Where a solve starts: from the last Hessian's plan if that is as near as the last one."""
+        last, bent = self.last, self.bent
+        if last is None or bent is None:
+            return last
+        far, near = (displacement(start, problem.x, problem.y).norm() for start in (last, bent))
+        return last if far < near else replace(bent, factor=last.factor, space=last.space)
 
 
 class RegressionLoss:
@@ -135,7 +95,7 @@ class RegressionLoss:
 
     The fixed point is solved until the gradient's error, estimated by `2 rms|x| rms|y| * marginal error`,
     is at most 1% of the gradient itself, or ``tol`` is reached: far from a stationary point a rough plan
-    is enough, near one it is not. The Hessian is taken at marginal error 1e-9. The solver is Newton on the
+    is enough, near one it is not. The Hessian is taken at marginal error 1e-6. The solver is Newton on the
     dual (outlying points make Sinkhorn's own rate hopeless here), started from potentials that follow W: by
     the responses of the last Hessian, or extrapolated from the last two W.
 
@@ -184,7 +144,7 @@ class RegressionLoss:
             self._hessian.to_dense()
             self._count(result)
             if not self._frozen:
-                bent = _Known(w.detach().clone(), result.f, result.g, tangents.blocks)
+                bent = replace(self._start_of(result), tangents=Tangents(tangents.blocks))
                 self._memory = replace(self._memory, bent=bent)
         return self._hessian
 
@@ -224,35 +184,36 @@ class RegressionLoss:
         """Let go of the plan and the Hessian at hand, not of what the next solve starts from."""
         self._at = self._result = self._hessian = None
 
-    def warm_state(self) -> dict[str, Any]:
-        """What the next solve starts from: potentials, responses of the last Hessian, inverses kept."""
-        memory = self._memory
-        bent = memory.bent
-        return {
-            "points": [(known.w, known.f, known.g) for known in memory.known],
-            "bent": None if bent is None else (bent.w, bent.f, bent.g, bent.blocks),
-            "inverses": (memory.factor, memory.space),
-            "wanted": self._wanted,
-        }
+    def warm_state(self, *, inverses: bool = True) -> dict[str, Any]:
+        """What the next solve starts from.
+
+        Args:
+            inverses: with the factor and slow modes that are kept; large, and they only save time.
+        """
+        pair = {"last": self._memory.last, "bent": self._memory.bent}
+        if not inverses:
+            pair = {k: start and replace(start, factor=None, space=None) for k, start in pair.items()}
+        return {k: start and start.as_dict() for k, start in pair.items()} | {"wanted": self._wanted}
 
     def load_warm_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `warm_state`; what the state does not name stays."""
-        memory = replace(self._memory, known=tuple(_Known(*point) for point in state["points"]))
-        if "bent" in state:
-            memory = replace(memory, bent=None if state["bent"] is None else _Known(*state["bent"]))
-        if "inverses" in state:
-            memory = replace(memory, factor=state["inverses"][0], space=state["inverses"][1])
-        self._memory, self._wanted = memory, state.get("wanted", self._wanted)
+        """Inverse of `warm_state`."""
+        last, bent = (state[k] and WarmStart.from_dict(state[k]) for k in ("last", "bent"))
+        self._memory, self._wanted = _Memory(last, bent), state["wanted"]
+        self.release()
+
+    def start_from(self, w: Tensor, f: Tensor, g: Tensor) -> None:
+        """Take potentials known at ``w`` for the next solve."""
+        self._memory = _Memory(WarmStart(Potentials(f, g), self.x @ w, self.y, newton=True))
         self.release()
 
     @contextlib.contextmanager
     def freeze(self) -> Iterator[None]:
         """What warm starts begin from does not move inside."""
-        before, self._frozen = (self._frozen, self._memory, self._wanted), True
+        before, self._frozen = self._frozen, True
         try:
             yield
         finally:
-            self._frozen, self._memory, self._wanted = before
+            self._frozen = before
 
     def _is_at(self, w: Tensor) -> bool:
         return self._at is not None and torch.equal(self._at, w)
@@ -282,7 +243,7 @@ class RegressionLoss:
         floor = max(tol, 4 * noise_floor(problem))
         known = self._result if self._is_at(w) else None
         first = max(floor, self._wanted if accuracy else 0.0)
-        result = known or self._sinkhorn(problem, first, self._memory.start(w, self.x, self.y))
+        result = known or self._sinkhorn(problem, first, self._memory.start(problem))
         gradient = self._gradient(result)
         for _ in range(ROUNDS):
             error = self._typical * float(result.marginal_error)
@@ -290,22 +251,37 @@ class RegressionLoss:
             if float(result.marginal_error) <= floor or (accuracy > 0 and error <= wanted):
                 break
             before = float(result.marginal_error)
-            result = self._sinkhorn(problem, max(floor, 0.3 * before * wanted / error), self._again(result))
+            result = self._sinkhorn(
+                problem, max(floor, 0.3 * before * wanted / error), self._start_of(result)
+            )
             gradient = self._gradient(result)
             if float(result.marginal_error) > 0.9 * before:
                 break
         if result is not known:
             self._at, self._result, self._hessian = w.clone(), result, None
-            self._memory = self._memory.moved_to(self._at, result)
-        # The next gradient is probably about as large.
-        self._wanted = min(FIRST_TOL, MARGIN * self.error_wanted(gradient))
+            if not self._frozen:
+                self._memory = replace(self._memory, last=self._followed(result))
+        if not self._frozen:
+            # The next gradient is probably about as large.
+            self._wanted = min(FIRST_TOL, MARGIN * self.error_wanted(gradient))
         self._count(result)
         return result, gradient
 
-    def _again(self, result: SinkhornResult) -> WarmStart:
-        """A start at the same W."""
-        clouds, memory = (result.problem.x, result.problem.y), self._memory
-        return WarmStart(result.potentials, *clouds, True, memory.factor, memory.space)
+    @staticmethod
+    def _start_of(result: SinkhornResult) -> WarmStart:
+        """A start at a solved plan."""
+        space = None if result.deflation is None else result.deflation.state
+        return WarmStart(result.potentials, result.problem.x, result.problem.y, True, result.factor, space)
+
+    def _followed(self, result: SinkhornResult) -> WarmStart:
+        """The same with the secant from the last W; a better plan at the same W keeps that one's."""
+        before, x = self._memory.last, result.problem.x
+        tangents = Tangents()
+        if before is not None and torch.equal(before.x, x):
+            tangents = before.tangents or tangents
+        elif before is not None:
+            tangents.along(before, x, result.problem.y, result.potentials)
+        return replace(self._start_of(result), tangents=tangents)
 
     def _sinkhorn(self, problem: OTProblem, tol: float, init: WarmStart | None) -> SinkhornResult:
         """One solve; a missed tolerance is counted, and the gradient's floor tells the solver by how much."""
@@ -317,6 +293,5 @@ class RegressionLoss:
                 result = sinkhorn(problem, tol=tol, max_iter=self.max_iter, method="newton")
         self.missed += not bool(result.converged)
         self.n_sinkhorn += int(result.n_iter)
-        self._memory = self._memory.solved(result)
         self._count(result)
         return result

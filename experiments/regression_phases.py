@@ -87,7 +87,7 @@ def _fires(step: int, estimate: EigenEstimate, level: float, *, met: bool, last:
 
 def _release(batch: AdamBatch, k: int, n_hvp: int, threshold: float, reason: str) -> Row:
     lane = batch.lanes[k]
-    _, f, g = lane.loss.warm_state()["points"][0]
+    last = lane.loss.warm_state(inverses=False)["last"]
     return {
         "step": batch.step,
         "threshold": threshold,
@@ -98,7 +98,7 @@ def _release(batch: AdamBatch, k: int, n_hvp: int, threshold: float, reason: str
         "n_hvp": n_hvp,
         "seconds": batch.seconds / len(batch.lanes),
         "w": batch.w(k).tolist(),
-        "potentials": [f.tolist(), g.tolist()],
+        "potentials": [last["f"].tolist(), last["g"].tolist()],
     }
 
 

@@ -163,7 +163,7 @@ def _escape(task: Task) -> Row:
     loss = RegressionLoss(data.x, data.y, eps=s["eps"])
     w0 = torch.tensor(release["w"], dtype=data.x.dtype)
     f, g = (torch.tensor(values, dtype=data.x.dtype) for values in release["potentials"])
-    loss.load_warm_state({"points": [(w0, f, g)]})
+    loss.start_from(w0, f, g)
     solver = SaddleEscape(
         loss,
         lr=s["lr"],

@@ -19,7 +19,7 @@ from ot_newton.directions import Direction
 from ot_newton.potentials import Potentials
 from ot_newton.problem import OTProblem
 
-__all__ = ["Tangents", "WarmStart"]
+__all__ = ["Tangents", "WarmStart", "displacement"]
 
 MAX_TANGENTS = 256
 TANGENT_BYTES = 1 << 26

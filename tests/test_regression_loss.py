@@ -39,10 +39,10 @@ def test_a_plan_next_to_the_last_one_needs_no_new_factor():
     loss = RegressionLoss(data.x, data.y, eps=0.3)
     w = start(data, 0)
     loss.value(w)
-    made, passes = loss.warm_state()["inverses"][0], loss.plan_passes
+    made, passes = loss.warm_state()["last"]["factor"], loss.plan_passes
     assert made is not None
     loss.value_and_grad(w + 1e-5)
-    assert loss.warm_state()["inverses"][0] is made
+    assert loss.warm_state()["last"]["factor"] is made
     assert loss.plan_passes - passes <= 15
 
 
@@ -97,12 +97,15 @@ def test_a_frozen_loss_remembers_nothing():
     loss.value_and_grad(w)
     before = loss.warm_state()
     with loss.freeze():
-        loss.value_and_grad(w + 1.0)
+        once = loss.value_and_grad(w + 1.0)[0]
+        loss.value_and_grad(w + 2.0)
+        assert loss.value_and_grad(w + 1.0)[0] == once
         loss.hessian(w + 1.0)
     after = loss.warm_state()
-    assert all(torch.equal(p, q) for p, q in zip(before["points"][0], after["points"][0], strict=True))
+    assert set(before["last"]) == set(after["last"])
+    assert all(torch.equal(part, after["last"][name]) for name, part in before["last"].items())
     assert after["bent"] is None
-    assert after["inverses"][0] is before["inverses"][0]
+    assert after["wanted"] == before["wanted"]
 
 
 def test_plans_too_large_to_store_stream(monkeypatch):
@@ -113,6 +116,6 @@ def test_plans_too_large_to_store_stream(monkeypatch):
     monkeypatch.setattr("ot_newton.backends.select.DENSE_ENTRIES", 100)
     loss = RegressionLoss(data.x, data.y, eps=0.1)
     assert loss.value(w) == pytest.approx(stored, rel=1e-10)
-    factor, space = loss.warm_state()["inverses"]
-    assert factor is None
-    assert space is not None
+    assert "factor" not in loss.warm_state()["last"]
+    assert "modes" in loss.warm_state()["last"]
+    assert "modes" not in loss.warm_state(inverses=False)["last"]
