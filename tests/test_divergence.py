@@ -48,7 +48,11 @@ def test_O8_many_dimensions_at_a_tiny_blur(dtype: torch.dtype, backend: str) -> 
         warnings.simplefilter("ignore", ConvergenceWarning)  # eps is 1e-5 of the cost: float32 says it stalls
         value = float(loss(x, y))
     assert loss.last_result is not None
-    assert loss.last_result.status is (Status.CONVERGED if dtype == torch.float64 else Status.STAGNATION)
+    if dtype == torch.float64:
+        assert loss.last_result.status is Status.CONVERGED
+    else:
+        assert loss.last_result.status in (Status.CONVERGED, Status.STAGNATION)
+        assert float(loss.last_result.marginal_error) <= 2 * loss.last_result.tol
     reach = float(loss.last_result.problem.centred.max_cost)
     assert value >= -4 * torch.finfo(dtype).eps * reach
     near = x + 1e-3 * y  # from the last call's potentials, which overflow here

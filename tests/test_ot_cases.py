@@ -369,7 +369,8 @@ def test_O17_seven_hundred_dimensions(backend: str) -> None:
 @pytest.mark.parametrize("d", [1023, 1024, 1025, 2049])
 def test_O17_more_dimensions(d: int, dtype: torch.dtype, backend: str) -> None:
     case = rounded(case_S(6, 5, d, 10.0, uniform=True), dtype)
-    result, exact = solve(case, dtype, backend=backend), case.truth()
+    # A count, since the rounding floor, the smallest tolerance, is 5e-5 in float32 here.
+    result, exact = otn.sinkhorn(problem_of(case, dtype), tol=0.0, max_iter=30, backend=backend), case.truth()
     assert_close(result.value, exact.value, "value", dtype)
     assert_close(result.gradient("x"), exact.gradient("x"), "gradient", dtype)
     v = np.random.default_rng(1).standard_normal(6 * d)

@@ -86,7 +86,7 @@ class TransportPlan(PlanOperator):
 
     def __init__(self, linearized: LinearizedPlan) -> None:
         problem = linearized.problem
-        self.linearized = linearized
+        self.linearized, self._partner = linearized, linearized.swap  # a swap holds its origin weakly
         self.batch_shape = problem.batch_shape
         self.dtype, self.device = problem.dtype, problem.device
         self.rows, self.cols = int(linearized.x.shape[1]), int(linearized.y.shape[1])

@@ -25,7 +25,7 @@ class SchurComplement(PlanOperator):
         >>> import torch, ot_newton as otn
         >>> x, y = torch.tensor([[-0.5], [0.5]]).double(), torch.tensor([[-1.0], [1.0]]).double()
         >>> S = otn.sinkhorn(otn.OTProblem(x, y, eps=1.0)).schur()
-        >>> S, torch.linalg.eigvalsh(S.to_dense()).numpy().round(6).tolist()
+        >>> S, (torch.linalg.eigvalsh(S.to_dense()).numpy().round(6) + 0.0).tolist()
         (SchurComplement(2x2, float64, cpu), [0.0, 0.209987])
         >>> S.null_vector().numpy().round(6)
         array([0.707107, 0.707107])
@@ -34,6 +34,7 @@ class SchurComplement(PlanOperator):
     def __init__(self, linearized: LinearizedPlan, *, side: str, normalized: bool) -> None:
         problem = linearized.problem
         self.linearized, self.side, self.normalized = linearized, side, normalized
+        self._partner = linearized.swap  # a swap holds its origin weakly
         self.batch_shape = problem.batch_shape
         self.dtype, self.device = problem.dtype, problem.device
         self.rows = self.cols = int(linearized.y.shape[1])
