@@ -84,7 +84,7 @@ class Config:
     threshold: float = 1e-3
     gtol: float = 1e-8
     max_steps: int = 2000
-    max_first_order: int = 20
+    max_first_order: int = 10
     adam_steps: int = 2000
     adam_lrs: tuple[float, ...] = (0.01, 0.03, 0.1)
     sensitivity_seeds: int = 24

@@ -254,7 +254,7 @@ def run_dual_newton(
         other = start(fallback)
         state = state if state.error < other.error else other
     run = _Newton(dual, noise_floor(problem), options, counter)
-    if not state.error <= FAR and options.anneal:
+    if not state.error <= FAR and options.anneal and options.max_iter > COOLING_STEPS:
         cooled = _cooled(problem, backend, counter, Biases(*turn.pair(state.biases.row, state.biases.col)))
         state, run.iteration = start(cooled), COOLING_STEPS
     state = run.approach(state)
