@@ -39,8 +39,9 @@ class SinkhornLoss(torch.nn.Module):
     each for y, a and b, none for x, a double backward one streamed joint Hessian-vector product;
     `torch.func` transforms and `torch.autograd.functional` work on it, a third derivative raises.
 
-    Successive calls on clouds of the same sizes start from the last potentials (``warm_start``); these
-    are the loss's state, see `warm_state`, `load_warm_state` and `freeze`.
+    Successive calls on clouds of the same sizes start from the last potentials, moved along with the clouds
+    as the Hessian products made since foretell, or the last displacement (``warm_start``); that is the
+    loss's state, see `warm_state`, `load_warm_state` and `freeze`.
 
     Args:
         eps: regularization in units of the cost; no default.
