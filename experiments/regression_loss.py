@@ -26,7 +26,10 @@ from ot_newton.solve import sinkhorn
 from ot_newton.stage import noise_floor
 from ot_newton.warm import Tangents, WarmStart, displacement
 
-__all__ = ["RegressionLoss", "WeightHessian"]
+__all__ = ["ON_REJECT", "RegressionLoss", "WeightHessian"]
+
+ON_REJECT = "interpolate"
+"""What the solvers do after a rejected step: values far away cost the most here, products next to nothing."""
 
 GRADIENT_ACCURACY = 1e-2
 HESSIAN_TOL = 1e-6

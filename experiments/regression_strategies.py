@@ -13,7 +13,7 @@ from torch import Tensor
 from ot_newton.batch import sinkhorn_batch
 from ot_newton.experiments import shuffled_regression as main_job
 from ot_newton.experiments.data import RegressionData, start
-from ot_newton.experiments.regression_loss import RegressionLoss
+from ot_newton.experiments.regression_loss import ON_REJECT, RegressionLoss
 from ot_newton.experiments.runs import Row, Task, load_average
 from ot_newton.problem import OTProblem
 from ot_newton.solvers.callbacks import StepInfo
@@ -51,7 +51,13 @@ def stopping_rule(settings: Any) -> str:
 def _newton(task: Task) -> Row:
     data, s = task.payload, task.settings
     loss = RegressionLoss(data.x, data.y, eps=s["eps"])
-    solver = NewtonCG(loss, gtol=s["gtol"], max_iter=s["max_steps"], max_escapes=s["max_steps"])
+    solver = NewtonCG(
+        loss,
+        gtol=s["gtol"],
+        max_iter=s["max_steps"],
+        max_escapes=s["max_steps"],
+        on_reject=ON_REJECT,
+    )
     w0 = start(data, 0)
     return _solved(task, data, loss, lambda: solver.minimize(w0), curvature_at(loss, w0))
 
@@ -120,6 +126,7 @@ def _trajectory(task: Task) -> Row:
         max_iter=s["max_steps"],
         max_escapes=s["max_steps"],
         hess=loss.symmetric_hessian,
+        on_reject=ON_REJECT,
         confidence=CONFIDENCE,
     )
     w0 = torch.zeros(data.x.shape[1], data.y.shape[1], dtype=data.x.dtype)
@@ -173,6 +180,7 @@ def _escape(task: Task) -> Row:
         max_iter=s["max_steps"],
         max_first_order=s["max_first_order"],
         confidence=CONFIDENCE,
+        on_reject=ON_REJECT,
     )
     row = _solved(task, data, loss, lambda: solver.minimize(w0), phase["curvature_start"])
     return _joined(row, phase, release)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ot_newton.errors import check_choice, check_integer, check_number
 from ot_newton.experiments.data import RegressionData, from_csv, load_diabetes, mixture, start
-from ot_newton.experiments.regression_loss import RegressionLoss
+from ot_newton.experiments.regression_loss import ON_REJECT, RegressionLoss
 from ot_newton.experiments.runs import Row, RowFile, Task, check_folder, run_tasks
 from ot_newton.solvers.escape import EscapeResult, SaddleEscape
 
@@ -154,6 +154,7 @@ def run_one(task: Task) -> Row:
         threshold=s["threshold"],
         gtol=s["gtol"],
         max_iter=s["max_steps"],
+        on_reject=ON_REJECT,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

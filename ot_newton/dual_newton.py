@@ -40,6 +40,7 @@ STALLED_STEPS = 6
 FALLBACK_ITERATIONS = 8
 POLISH_STEPS = 3
 WORTHWHILE = 0.5
+CHORD_REACH = 0.01
 
 
 class _Newton:
@@ -86,8 +87,11 @@ class _Newton:
         return Status.MAX_ITER if self.iteration >= self.options.max_iter else None
 
     def approach(self, state: SemiDualState) -> SemiDualState:
-        """Sinkhorn iterations until a start is near enough for Newton, or they do little."""
-        for _ in range(WARM_ITERATIONS):
+        """Sinkhorn iterations until a start is near enough for Newton, or they do little.
+
+        None where plans are stored: a factorization costs no pass.
+        """
+        for _ in range(0 if isinstance(self.dual.inverse, KeptInverse) else WARM_ITERATIONS):
             if state.error <= NEAR or self.iteration >= self.options.max_iter:
                 break
             before, state = state.error, self.dual.sweep(state)
@@ -101,6 +105,7 @@ class _Newton:
         inverse = self.dual.inverse
         self.iteration += 1
         self.whole = inverse is None or not inverse.lenient or not inverse.matches(state.col)
+        self.whole = self.whole or (isinstance(inverse, KeptInverse) and state.error > CHORD_REACH)
         if inverse is not None and not self.whole:
             following = self.dual.search(state, self.dual.kept(state), trials=1)
             if following is not None and following.error < state.error:

@@ -114,6 +114,8 @@ class NewtonCG:
             function of x that returns one; the radius is then measured in its norm.
         nullspace: (N, m) known null directions (gauge modes), kept out of steps and certificates.
         radius: first trust-region radius; taken from the first model if None.
+        on_reject: what becomes of the radius of a rejected step: "halve" (it costs no product, where
+            products are what costs), "interpolate" (fewer trials, where values are).
         max_cg: cap on CG steps per outer step; max(2N, 50) if None.
         max_hvp: budget of products, certificates included.
         max_passes: budget of plan passes, for losses that count them.
@@ -151,6 +153,7 @@ class NewtonCG:
         preconditioner: Any = None,
         nullspace: Tensor | None = None,
         radius: float | None = None,
+        on_reject: str = "halve",
         max_cg: int | None = None,
         max_hvp: int | None = None,
         max_passes: int | None = None,
@@ -173,6 +176,7 @@ class NewtonCG:
             preconditioner=preconditioner,
             nullspace=nullspace,
             radius=None if radius is None else check_number("radius", radius),
+            on_reject=check_choice("on_reject", on_reject, ("halve", "interpolate")),
             max_cg=None if max_cg is None else check_integer("max_cg", max_cg, low=1),
             max_hvp=None if max_hvp is None else check_integer("max_hvp", max_hvp),
             max_passes=None if max_passes is None else check_integer("max_passes", max_passes),

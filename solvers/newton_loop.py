@@ -18,7 +18,14 @@ from ot_newton.solvers.objective import Objective, Point
 from ot_newton.solvers.options import NewtonOptions
 from ot_newton.solvers.spectra import EigenEstimate
 from ot_newton.solvers.state import NewtonState
-from ot_newton.solvers.trust_region import Model, TrustStep, as_preconditioner, as_projector, next_radius
+from ot_newton.solvers.trust_region import (
+    Model,
+    TrustStep,
+    as_preconditioner,
+    as_projector,
+    interpolated,
+    next_radius,
+)
 
 __all__ = ["NewtonLoop", "NewtonOptions"]
 
@@ -301,18 +308,12 @@ class NewtonLoop:
                 return self._stuck(noisy_trials > 0 or step.reason is CGReason.CONVERGED)
             verdict = compare(self.point, trial, step.decrease, LEAST_RATIO)
             before = radius
-            radius = next_radius(
-                before,
-                step,
-                verdict.ratio,
-                noisy=verdict.noisy,
-                finite=verdict.finite,
-                slope=float(self.point.grad @ step.p),
-                rise=trial.value - self.point.value,
-            )
+            radius = next_radius(before, step, verdict.ratio, noisy=verdict.noisy, finite=verdict.finite)
             if verdict.accepted:
                 # A radius that has just proved too large is not tried again at the next point.
                 return self._accept(trial, step, min(radius, largest), verdict.ratio)
+            if self.options.on_reject == "interpolate" and verdict.finite and not verdict.noisy:
+                radius = interpolated(self.point, trial, step)
             radius = largest = min(radius, 0.5 * before)
             self._record_step(self.point, step, radius, verdict.ratio, accepted=False)
             noisy_trials += verdict.noisy

@@ -22,6 +22,7 @@ class NewtonOptions:
     preconditioner: Any
     nullspace: Tensor | None
     radius: float | None
+    on_reject: str
     max_cg: int | None
     max_hvp: int | None
     max_passes: int | None

@@ -600,3 +600,21 @@ def test_bad_losses():
 
     with pytest.raises(TypeError, match="hvp or hessian"):
         NewtonCG(NoProduct())
+
+
+def test_a_rejected_step_is_interpolated_or_halved() -> None:
+    """A steep wall: the parabola finds the scale in one go, halving takes its way there."""
+
+    def wall(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(20.0 * x[0]) - x[0] + x[1] ** 2
+
+    start = torch.tensor([-1.5, 1.0], dtype=torch.float64)
+    trials = {}
+    for rule in ("halve", "interpolate"):
+        found = NewtonCG(wall, radius=3.0, on_reject=rule).minimize(start)
+        assert found.success
+        assert abs(float(found.x[0]) + math.log(20.0) / 20.0) <= 1e-8
+        trials[rule] = sum(record.kind == "newton" and not record.accepted for record in found.history)
+    assert trials["interpolate"] < trials["halve"]
+    with pytest.raises(ValueError, match="on_reject must be one of"):
+        NewtonCG(wall, on_reject="quarter")
