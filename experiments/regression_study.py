@@ -37,10 +37,18 @@ NAME = "shuffled-regression"
 ROWS = "strategies"
 PHASE = "first-order"
 PRESETS: dict[str, dict[str, Any]] = {
-    "default": {"seeds": 72, "n": 500, "spread": 1.0, "eps": 0.1, "strategies": STRATEGIES},
-    "wide": {"seeds": 72, "n": 500, "spread": 10.0, "eps": 0.05, "strategies": STRATEGIES},
+    "default": {"seeds": 72, "n": 500, "spread": 1.0, "eps": 0.1, "lr": 0.1, "strategies": STRATEGIES},
+    # A step moves the points by lr times the spread: each plan would be far from the last one.
+    "wide": {"seeds": 72, "n": 500, "spread": 10.0, "eps": 0.05, "lr": 0.01, "strategies": STRATEGIES},
     # Adam alone and cold batches of plans would take days at this size.
-    "large": {"seeds": 4, "n": 20_000, "spread": 1.0, "eps": 0.1, "strategies": ("escape", "newton")},
+    "large": {
+        "seeds": 4,
+        "n": 20_000,
+        "spread": 1.0,
+        "eps": 0.1,
+        "lr": 0.1,
+        "strategies": ("escape", "newton"),
+    },
 }
 SMOKE = {
     "seeds": 2, "n": 40, "eps": 0.3, "adam_steps": 12, "adam_lrs": (0.03, 0.1), "sensitivity_seeds": 1,
@@ -79,7 +87,7 @@ class Config:
     n: int | None = None
     spread: float | None = None
     eps: float | None = None
-    lr: float = 0.1
+    lr: float | None = None
     probe_every: int = 10
     threshold: float = 1e-3
     gtol: float = 1e-8
