@@ -167,6 +167,8 @@ class WarmStart:
             state["y"],
             bool(state["newton"]),
             state.get("factor"),
-            (state["modes"], state["ritz"], state["hard"]) if "modes" in state else None,
+            (state["modes"], state["ritz"], state.get("hard", torch.tensor(False)))
+            if "modes" in state
+            else None,
             Tangents(tuple((state[f"moves{k}"], state[f"responses{k}"]) for k in range(count)), secant),
         )
