@@ -1,7 +1,7 @@
 """Adam on many regression problems at once: one stacked parameter, lanes released one by one.
 
-Every lane's loss is solved by itself, from potentials that follow its W and with the inverse it keeps: packed
-Sinkhorn iterations of all lanes were slower by far, since outlying points ruin Sinkhorn's rate here.
+Every lane's loss is solved by itself, by Newton from potentials that follow its W and with the inverse it
+keeps: packed Sinkhorn iterations would go at Sinkhorn's rate, which outlying points ruin here.
 """
 
 from __future__ import annotations

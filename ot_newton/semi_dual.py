@@ -50,6 +50,7 @@ class SemiDualState:
         biases: `w (1,n)`, `u (1,m)`.
         row: `L (1,n)`, of which w is the update: the row marginal is exact.
         col: `M (1,m)`.
+        c: column marginal (1,m).
         error: L1 error of the column marginal relative to the mass.
         rise: of the dual value in the last step.
     """
@@ -57,6 +58,7 @@ class SemiDualState:
     biases: Biases
     row: Tensor
     col: Tensor
+    c: Tensor
     error: float
     rise: float = math.inf
 
@@ -78,7 +80,8 @@ class SemiDual:
         """The state at u, whose row sums are known. One pass."""
         w = self.stage.x.update(row)
         col = self.stage.lse_y(w, u)
-        return SemiDualState(Biases(w, u), row, col, float(self.stage.y.error(u, col)[0]))
+        c = self.stage.y.marginal(u, col)
+        return SemiDualState(Biases(w, u), row, col, c, float(self.stage.y.distance(u, c)[0]))
 
     def start(self, u: Tensor, near: Tensor) -> SemiDualState:
         """The state at u. Two passes."""
@@ -109,10 +112,10 @@ class SemiDual:
 
     def diagonals(self, state: SemiDualState) -> tuple[Tensor, Tensor]:
         """`D_r k_x` and `D_c k_y`, where k adds what the relaxed side's own curvature does."""
-        x, y, (w, u) = self.stage.x, self.stage.y, (state.biases.row, state.biases.col)
-        r, c = x.asked(w), y.marginal(u, state.col)
+        x, y, c = self.stage.x, self.stage.y, state.c
+        r = x.asked(state.biases.row)
         r = r if x.exponent is None else (1 + x.exponent) * r
-        return r, c if y.exponent is None else c + y.exponent * y.asked(u)
+        return r, c if y.exponent is None else c + y.exponent * y.asked(state.biases.col)
 
     def system(self, state: SemiDualState, dr: Tensor, dc: Tensor) -> SchurSystem:
         """The Schur complement at a state."""
@@ -130,8 +133,7 @@ class SemiDual:
 
     def gap(self, state: SemiDualState) -> Tensor:
         """`b~ - c`, the gradient in u, in units of biases."""
-        y, u = self.stage.y, state.biases.col
-        return (y.asked(u) - y.marginal(u, state.col)) * LOG2E
+        return (self.stage.y.asked(state.biases.col) - state.c) * LOG2E
 
     def jacobi(self, state: SemiDualState) -> Tensor:
         """Sinkhorn's increment of u, 0 where there is no mass."""
@@ -140,14 +142,13 @@ class SemiDual:
         if not self.balanced:
             return increment
         # A constant moves nothing: it is w's.
-        c = y.marginal(u, state.col)
-        return torch.where(y.weight > 0, increment - (c * increment).sum() / c.sum(), increment)
+        mean = (state.c * increment).sum() / state.c.sum()
+        return torch.where(y.weight > 0, increment - mean, increment)
 
     def kept(self, state: SemiDualState) -> Tensor:
         """The step by the inverse at hand; no pass. With slow modes only, the rest of it is Sinkhorn's."""
         assert self.inverse is not None
-        dc = self.diagonals(state)[1]
-        start = self.jacobi(state)
+        start, (_, dc) = self.jacobi(state), self.diagonals(state)
         if isinstance(self.inverse, KeptInverse):
             start = torch.where(dc > LEAST, self.gap(state) / dc.clamp_min(LEAST), start)
         half = dc.sqrt()

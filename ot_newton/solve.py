@@ -137,7 +137,8 @@ def sinkhorn(
 
     Returns:
         A `SinkhornResult`, whatever the status; a run that missed its tolerance warns.
-        Cost: 2 plan passes per iteration and 2 for the two-sided audit at the end.
+        Cost: 2 plan passes per iteration and 2 for the last check and the audit of the other side; a Newton
+        step keeps one side exact, and costs 2 and those of its solve.
 
     Raises:
         TypeError: an argument of the wrong kind.

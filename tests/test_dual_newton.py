@@ -222,6 +222,24 @@ def test_float32_far_down_converges(method: str) -> None:
         assert result.converged, result
 
 
+@pytest.mark.parametrize("backend", ["dense", "cpu"])
+@pytest.mark.parametrize(("d", "eps"), [(8, 0.005), (2, 0.002)])
+def test_float32_marginals_of_both_sides_are_what_was_promised(d: int, eps: float, backend: str) -> None:
+    """From float64 entries of the plan: the side that Newton keeps exact is measured too."""
+    problem = problem_of(seeded(150, 150, d, eps), torch.float32)
+    result = otn.sinkhorn(problem, method="newton", backend=backend)
+    assert result.converged
+    x, y = (cloud[0].double() for cloud in (problem.centred.x, problem.centred.y))
+    scores = 2 * np.log2(np.e) / eps * (x @ y.T)
+    plan = (
+        torch.exp2(scores + result.biases.row[0].double()[:, None] + result.biases.col[0].double()) / 150**2
+    )
+    for axis in (0, 1):
+        error = float((plan.sum(axis) - 1 / 150).abs().sum())
+        assert error <= result.tol
+        assert error <= result.marginal_error + result.noise_floor
+
+
 def test_iteration_cap_warns() -> None:
     with pytest.warns(ConvergenceWarning, match="MAX_ITER"):
         result = otn.sinkhorn(problem_of(SLOW), method="newton", tol=1e-12, max_iter=33)
