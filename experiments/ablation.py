@@ -34,24 +34,15 @@ from ot_newton.errors import check_choice, check_integer
 from ot_newton.experiments.bench import nsight
 from ot_newton.experiments.bench.child import child, close_children, need_triton
 from ot_newton.experiments.bench.launches import PIPELINES
-from ot_newton.experiments.runs import (
-    Row,
-    RowFile,
-    Task,
-    check_folder,
-    load_average,
-    new_table,
-    run_tasks,
-    versions,
-)
+from ot_newton.experiments.runs import Row, Task, check_folder, load_average, new_table, versions
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Config", "build", "plot", "run", "run_one", "tables"]
+__all__ = ["Config", "build", "describe", "finish", "plot", "prepare", "run_one", "tables"]
 
 NAME = ROWS = "ablation"
+finish = close_children
 COUNTER = "ot_newton.experiments.bench.launches"
 COMPILER = "ot_newton.experiments.bench.machine_code"
 COMMON = TileConfig(64, 32, 16)
@@ -198,37 +189,23 @@ def _profile(s: Mapping[str, Any], out: object) -> Row:
     return {"precision": s["precision"], "summary": nsight.summary(found), **found}
 
 
-def run(
-    config: Config,
-    out: str | Path = "results",
-    *,
-    jobs: int | str | None = None,
-    console: Console | None = None,
-) -> list[Row]:
-    """Count what is missing in ``out``; returns the rows of this configuration.
-
-    Args:
-        config: what to count.
-        out: folder of ``ablation.jsonl`` and of Nsight Compute's reports.
-        jobs: see `run_tasks`; None: one where Nsight Compute runs, else one per core.
-        console: for the progress bar.
+def prepare(config: Config, folder: Path) -> list[Task]:
+    """Tasks that write Nsight Compute's reports beside the rows.
 
     Raises:
-        ValueError: bad folder or file of rows, or no Triton, before any run.
+        ValueError: Triton is missing.
     """
     need_triton(NAME)
-    folder = check_folder("out", out)
-    tasks = [Task(task.label, task.settings, str(folder)) for task in build(config)]
-    count = 1 if jobs is None and not nsight.unavailable() else jobs
-    try:
-        return run_tasks(
-            tasks, run_one, RowFile(folder / f"{ROWS}.jsonl"), jobs=count, console=console, describe=_describe
-        )
-    finally:
-        close_children()
+    return [Task(task.label, task.settings, str(folder)) for task in build(config)]
 
 
-def _describe(row: Row) -> str:
+def JOBS() -> int | None:  # noqa: N802
+    """One where Nsight Compute runs, else one per core."""
+    return None if nsight.unavailable() else 1
+
+
+def describe(row: Row) -> str:
+    """One line for a finished row."""
     if row["status"] == "ERROR":
         return f"{row['label']}: ERROR, {row['message']}"
     if "summary" in row:

@@ -34,24 +34,18 @@ from ot_newton.backends.triton_kernels.configs import (
 )
 from ot_newton.errors import check_choice, check_integer
 from ot_newton.experiments.bench.child import child, close_children, need_triton
-from ot_newton.experiments.runs import (
-    Row,
-    RowFile,
-    Task,
-    check_folder,
-    load_average,
-    new_table,
-    run_tasks,
-    versions,
-)
+from ot_newton.experiments.runs import Row, Task, check_folder, load_average, new_table, versions
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Config", "Fit", "build", "fit", "implied", "plot", "run", "run_one", "tables"]
+__all__ = [
+    "Config", "Fit", "build", "describe", "finish", "fit", "implied", "plot", "prepare", "run_one", "tables",
+]  # fmt: skip
 
 NAME = ROWS = "io-model"
+JOBS = None
+finish = close_children
 COUNTER = "ot_newton.experiments.bench.launches"
 FLOAT = 4
 STREAM = 256
@@ -213,33 +207,18 @@ def run_one(task: Task) -> Row:
     }
 
 
-def run(
-    config: Config,
-    out: str | Path = "results",
-    *,
-    jobs: int | str | None = None,
-    console: Console | None = None,
-) -> list[Row]:
-    """Count what is missing in ``out``; returns the rows of this configuration.
-
-    Args:
-        config: what to count.
-        out: folder of ``io-model.jsonl``.
-        jobs: see `run_tasks`.
-        console: for the progress bar.
+def prepare(config: Config, folder: Path) -> list[Task]:
+    """The tasks of `build`.
 
     Raises:
-        ValueError: bad folder or file of rows, or no Triton, before any run.
+        ValueError: Triton is missing.
     """
     need_triton(NAME)
-    file = RowFile(check_folder("out", out) / f"{ROWS}.jsonl")
-    try:
-        return run_tasks(build(config), run_one, file, jobs=jobs, console=console, describe=_describe)
-    finally:
-        close_children()
+    return build(config)
 
 
-def _describe(row: Row) -> str:
+def describe(row: Row) -> str:
+    """One line for a finished row."""
     if "moved" not in row:
         return f"{row['label']}: {row['status']}, {row['message']}"
     return f"{row['label']}: {row['moved']} bytes, implied {row['implied']}"

@@ -3,7 +3,8 @@
 A study is a module with `NAME`, `ROWS` (the stem of its file of rows), `SMOKE` (settings of a quick run), a
 frozen dataclass `Config`, `tables(rows)` and `plot(rows, out)`. Its rows come from a list of tasks,
 `build(config)` or, where something is to be checked first, `prepare(config, folder)`, with `run_one(task)`,
-`describe(row)` and `JOBS`, the processes by default; or from its own `run(config, out, jobs=, console=)`.
+`describe(row)`, `JOBS` (the processes by default, or a function that says so) and, if need be, `finish()` at
+the end; or from its own `run(config, out, jobs=, console=)`.
 """
 
 from __future__ import annotations
@@ -216,14 +217,19 @@ def _rows(
         return rows
     folder = check_folder("out", out)
     tasks = module.prepare(config, folder) if hasattr(module, "prepare") else module.build(config)
-    return run_tasks(
-        tasks,
-        module.run_one,
-        RowFile(folder / f"{module.ROWS}.jsonl"),
-        jobs=module.JOBS if jobs is None else jobs,
-        console=console,
-        describe=module.describe,
-    )
+    own = module.JOBS() if callable(module.JOBS) else module.JOBS
+    try:
+        return run_tasks(
+            tasks,
+            module.run_one,
+            RowFile(folder / f"{module.ROWS}.jsonl"),
+            jobs=own if jobs is None else jobs,
+            console=console,
+            describe=module.describe,
+        )
+    finally:
+        if hasattr(module, "finish"):
+            module.finish()
 
 
 def replot(folder: str | os.PathLike[str]) -> list[Outcome]:

@@ -42,7 +42,7 @@ def smoke(tmp_path_factory) -> Iterator[tuple[Path, dict[str, Result]]]:
     folder = tmp_path_factory.mktemp("smoke")
     with pytest.MonkeyPatch.context() as patch:
         for module in STUDY.values():
-            patch.setattr(module, "close_children", lambda: None)
+            patch.setattr(module, "finish", lambda: None)
         done = {name: call("run", name, "--smoke", "--jobs", 1, "--out", folder) for name in STUDY}
     yield folder, done
     close_children()
@@ -79,7 +79,7 @@ def test_a_rerun_counts_nothing_again_and_plot_needs_rows_alone(smoke, name, mon
     folder, _ = smoke
     before = (folder / f"{name}.jsonl").read_bytes()
     monkeypatch.setattr(STUDY[name], "run_one", lambda task: pytest.fail("counted again"))
-    monkeypatch.setattr(STUDY[name], "close_children", lambda: None)
+    monkeypatch.setattr(STUDY[name], "finish", lambda: None)
     assert call("run", name, "--smoke", "--jobs", 1, "--out", folder).exit_code == 0
     assert (folder / f"{name}.jsonl").read_bytes() == before
     shutil.copy(folder / f"{name}.jsonl", tmp_path)
@@ -311,9 +311,10 @@ def test_a_child_that_dies_is_named_and_replaced(tmp_path, monkeypatch):
 
 def test_a_study_ends_its_children(tmp_path, monkeypatch):
     ended = []
-    monkeypatch.setattr(io_model, "close_children", lambda: ended.append(True))
+    monkeypatch.setattr(io_model, "finish", lambda: ended.append(True))
     monkeypatch.setattr(io_model, "run_one", lambda task: {"status": "COUNTED", "message": ""})
-    io_model.run(Config(**io_model.SMOKE), tmp_path, jobs=1)
+    call("run", "io-model", "--smoke", "--jobs", 1, "--out", tmp_path)
+    assert rows(tmp_path / "io-model.jsonl")
     assert ended == [True]
 
 
